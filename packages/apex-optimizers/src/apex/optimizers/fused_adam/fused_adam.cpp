@@ -1,0 +1,114 @@
+// Registers adam_step and adam_step_capturable: checks, types and launch; the mathematics is in
+// adam.h.
+#include "adam.h"
+
+#include "apex/engine/foreach.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/tensor_table.h"
+
+namespace apex::optimizers {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+TensorTable adam_table(const char* op, const TensorList& params, const TensorList& grads,
+                       const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+                       const TensorList& masters) {
+  NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
+      v{"exp_avg_sqs", exp_avg_sqs}, w{"masters", masters};
+  return masters.empty() ? make_table(op, {p, g, m, v}) : make_table(op, {p, g, m, v, w});
+}
+
+// Calls body<P, M, decay>() for the dtypes of parameters P and moments M.
+template <class Body>
+void dispatch_adam(const char* op, const TensorList& params, const TensorList& grads,
+                   const TensorList& exp_avgs, const TensorList& exp_avg_sqs, bool decoupled,
+                   Body&& body) {
+  ScalarType moment = exp_avgs[0].scalar_type();
+  check(exp_avg_sqs[0].scalar_type() == moment, op, ": exp_avgs are ", dtype_name(moment),
+        ", but exp_avg_sqs are ", dtype_name(exp_avg_sqs[0].scalar_type()), ".");
+  check(grads[0].scalar_type() == params[0].scalar_type(), op, ": params are ",
+        dtype_name(params[0].scalar_type()), ", but grads are ",
+        dtype_name(grads[0].scalar_type()), ". Gradients must have their parameter's dtype.");
+  dispatch_floating(op, params[0].scalar_type(), [&]<class P>() {
+    dispatch_bool(decoupled, [&]<bool kDecoupled>() {
+      constexpr Decay kDecay = kDecoupled ? Decay::kDecoupled : Decay::kL2;
+      if (moment == ScalarType::Float) return body.template operator()<P, float, kDecay>();
+      if constexpr (std::is_same_v<P, double>) {
+        if (moment == ScalarType::Double) return body.template operator()<P, double, kDecay>();
+      }
+      fail(op, ": exp_avgs must be float32 (or float64 for float64 params), got ",
+           dtype_name(moment), ".");
+    });
+  });
+}
+
+void adam_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+               const TensorList& exp_avg_sqs, const TensorList& masters, double lr, double beta1,
+               double beta2, double eps, double weight_decay, int64_t step, bool bias_correction,
+               bool decoupled) {
+  if (params.empty()) return;
+  TensorTable table = adam_table("adam_step", params, grads, exp_avgs, exp_avg_sqs, masters);
+  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction};
+  Context context(params[0]);
+  dispatch_adam("adam_step", params, grads, exp_avgs, exp_avg_sqs, decoupled,
+                [&]<class P, class M, Decay kDecay>() {
+                  auto functor = make_adam_step<compute_t<P>, kDecay>(hyper, lr, step);
+                  if (masters.empty()) {
+                    foreach<InOut<P>, In<P>, InOut<M>, InOut<M>>(context, table, functor);
+                    return;
+                  }
+                  check(masters[0].scalar_type() == ScalarType::Float,
+                        "adam_step: masters must be float32, got ",
+                        dtype_name(masters[0].scalar_type()), ".");
+                  foreach<Out<P>, In<P>, InOut<M>, InOut<M>, InOut<float>>(
+                      context, table, WithMaster<decltype(functor)>{functor});
+                });
+}
+
+void adam_step_capturable(const TensorList& params, const TensorList& grads,
+                          const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+                          const TensorList& masters, const Tensor& lr, const Tensor& step,
+                          const std::optional<Tensor>& inv_scale,
+                          const std::optional<Tensor>& found_inf, double beta1, double beta2,
+                          double eps, double weight_decay, bool bias_correction, bool decoupled) {
+  if (params.empty()) return;
+  const char* op = "adam_step_capturable";
+  TensorTable table = adam_table(op, params, grads, exp_avgs, exp_avg_sqs, masters);
+  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction};
+  for (const Tensor& t : {lr, step, inv_scale.value_or(lr), found_inf.value_or(lr)}) {
+    check(t.get_device_index() == params[0].get_device_index() && t.is_cpu() == params[0].is_cpu(),
+          op, ": lr, step, inv_scale and found_inf must be on the device of params.");
+  }
+  Context context(params[0]);
+  dispatch_adam(op, params, grads, exp_avgs, exp_avg_sqs, decoupled,
+                [&]<class P, class M, Decay kDecay>() {
+                  auto make = [&]<bool kMaster>() {
+                    return CapturableAdam<compute_t<P>, kDecay, kMaster>{
+                        hyper, scalar<float>(data<float>(lr, "lr")), data<int>(step, "step"),
+                        inv_scale ? data<float>(*inv_scale, "inv_scale") : nullptr,
+                        found_inf ? data<float>(*found_inf, "found_inf") : nullptr};
+                  };
+                  if (masters.empty()) {
+                    foreach<InOut<P>, InOut<P>, InOut<M>, InOut<M>>(
+                        context, table, make.template operator()<false>());
+                    return;
+                  }
+                  check(masters[0].scalar_type() == ScalarType::Float, op,
+                        ": masters must be float32, got ", dtype_name(masters[0].scalar_type()),
+                        ".");
+                  foreach<Out<P>, InOut<P>, InOut<M>, InOut<M>, InOut<float>>(
+                      context, table, make.template operator()<true>());
+                });
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_optimizers, m) {
+  m.impl("adam_step", TORCH_BOX(&adam_step));
+  m.impl("adam_step_capturable", TORCH_BOX(&adam_step_capturable));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::optimizers

@@ -1,0 +1,85 @@
+"""The adam_step operators: schemas, documentation and fake kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._ops import library
+
+_LISTS = (
+    "Tensor(a!)[] params, Tensor{grads}[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    "Tensor(e!)[] masters, "
+)
+
+
+@library.define(
+    "adam_step(" + _LISTS.format(grads="") + "float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, int step, bool bias_correction, bool decoupled) -> ()"
+)
+def adam_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+    decoupled: bool,
+) -> None:
+    """One Adam step over lists of tensors, in place.
+
+    Lists have one length; tensor ``i`` of each list has the same number of elements and layout.
+
+    Args:
+        params: float64, float32, float16 or bfloat16, all of one dtype and device.
+        grads: of the parameters' dtype; read only.
+        exp_avgs, exp_avg_sqs: float32 (for float64 parameters also float64).
+        masters: empty, or float32 values that are updated instead of ``params``, which then receive
+            them rounded.
+        step: 1 for the first step.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        decoupled: AdamW; else the decay is added to the gradient.
+
+    Raises:
+        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+
+    Source:
+        Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.
+    """
+
+
+@library.define(
+    "adam_step_capturable(" + _LISTS.format(grads="(b!)") + "Tensor lr, Tensor step, "
+    "Tensor? inv_scale, Tensor? found_inf, float beta1, float beta2, float eps, "
+    "float weight_decay, bool bias_correction, bool decoupled) -> ()"
+)
+def adam_step_capturable(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    inv_scale: Tensor | None,
+    found_inf: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    decoupled: bool,
+) -> None:
+    """:func:`adam_step` whose changing numbers live on the device, for CUDA graphs.
+
+    Args:
+        lr: float32 ``[1]`` or 0-d.
+        step: int32 ``[1]``; the step being taken, 1 for the first.
+        inv_scale: float32; gradients are multiplied by it and written back. None is 1.
+        found_inf: float32; where it is not 0 nothing is changed. None is 0.
+    """

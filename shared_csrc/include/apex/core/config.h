@@ -1,0 +1,65 @@
+// Compiler, backend and ISA level of this translation unit, and the qualifiers that depend on them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define APEX_CUDA 1
+#define APEX_GPU 1
+#elif defined(__HIPCC__)
+#include <hip/hip_runtime.h>
+#define APEX_HIP 1
+#define APEX_GPU 1
+#else
+#define APEX_CPU 1
+#endif
+
+#if defined(APEX_GPU)
+#define APEX_HD __host__ __device__ __forceinline__
+#define APEX_DEVICE __device__ __forceinline__
+#else
+#define APEX_HD inline __attribute__((always_inline))
+#endif
+
+// The same template compiled for two backends or ISA levels has one mangled name and two bodies.
+// Everything that depends on either lives in this inline namespace.
+#if !defined(APEX_ISA)
+#define APEX_ISA baseline
+#endif
+#define APEX_CONCAT_(a, b) a##b
+#define APEX_CONCAT(a, b) APEX_CONCAT_(a, b)
+#if defined(APEX_CUDA)
+#define APEX_BACKEND_NS cuda
+#elif defined(APEX_HIP)
+#define APEX_BACKEND_NS hip
+#else
+#define APEX_BACKEND_NS APEX_CONCAT(cpu_, APEX_ISA)
+#endif
+
+// The loops of the engines are free of aliasing between operands of different tensors.
+#if defined(__clang__)
+#define APEX_VECTORIZE _Pragma("clang loop vectorize(enable)")
+#elif defined(__GNUC__)
+#define APEX_VECTORIZE _Pragma("GCC ivdep")
+#else
+#define APEX_VECTORIZE
+#endif
+
+#if defined(APEX_CUDA)
+namespace apex {
+using gpu_stream = cudaStream_t;
+using gpu_error = cudaError_t;
+inline gpu_error gpu_last_error() { return cudaGetLastError(); }
+inline const char* gpu_error_string(gpu_error error) { return cudaGetErrorString(error); }
+inline constexpr gpu_error kGpuSuccess = cudaSuccess;
+}  // namespace apex
+#elif defined(APEX_HIP)
+namespace apex {
+using gpu_stream = hipStream_t;
+using gpu_error = hipError_t;
+inline gpu_error gpu_last_error() { return hipGetLastError(); }
+inline const char* gpu_error_string(gpu_error error) { return hipGetErrorString(error); }
+inline constexpr gpu_error kGpuSuccess = hipSuccess;
+}  // namespace apex
+#endif

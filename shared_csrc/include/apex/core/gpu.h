@@ -1,0 +1,78 @@
+// The GPU runtime layer that engines use: groups of lanes, shuffles, shared memory and launches.
+//
+// A "group" is 32 lanes on every GPU: half a wavefront on CDNA, a warp elsewhere. No code asks for
+// the width of a warp, which HIP does not know at compile time.
+#pragma once
+
+#include "apex/core/types.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+inline constexpr int kGroupLanes = 32;
+
+// Dynamic shared memory that every supported GPU grants without opting in.
+inline constexpr size_t kSharedBytes = 48 * 1024;
+
+template <class T>
+APEX_DEVICE T shuffle_xor(T value, int mask) {
+#if defined(APEX_CUDA)
+  return __shfl_xor_sync(0xffffffffu, value, mask, kGroupLanes);
+#else
+  return __shfl_xor(value, mask, kGroupLanes);
+#endif
+}
+
+APEX_DEVICE void sync_group() {
+#if defined(APEX_CUDA)
+  __syncwarp();
+#else
+  __builtin_amdgcn_wave_barrier();  // lanes of a wavefront run in step
+#endif
+}
+
+struct Add {
+  template <class T>
+  APEX_HD T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct Max {
+  template <class T>
+  APEX_HD T operator()(T a, T b) const {
+    return max_propagating_nan(a, b);
+  }
+};
+
+// The reduction over the group's lanes, in all of them.
+template <class T, class Op>
+APEX_DEVICE T reduce_group(T value, Op op) {
+  for (int mask = kGroupLanes / 2; mask > 0; mask /= 2) value = op(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// The reduction over threads with one threadIdx.y, in all of them. blockDim.x is a multiple of the
+// group's lanes; when it is one group no barrier is needed, else blockDim.y must be 1.
+template <class T, class Op>
+APEX_DEVICE T reduce_row(T value, Op op) {
+  value = reduce_group(value, op);
+  if (blockDim.x == kGroupLanes) return value;
+  __shared__ T partials[32];  // at most 1,024 threads, 32 groups
+  int group = threadIdx.x / kGroupLanes, groups = blockDim.x / kGroupLanes;
+  if (threadIdx.x % kGroupLanes == 0) partials[group] = value;
+  __syncthreads();
+  T result = partials[0];
+  for (int i = 1; i < groups; ++i) result = op(result, partials[i]);
+  __syncthreads();  // before the next reduction writes partials
+  return result;
+}
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+            gpu_stream stream, const Arguments&... arguments) {
+  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,115 @@
+// Packs: short runs of consecutive elements, loaded from storage into compute-type arrays.
+#pragma once
+
+#include "apex/core/types.h"
+
+#if defined(APEX_CPU) && defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+#if defined(APEX_CPU)
+
+// Elements per pack: four AVX-512 registers of float, enough to hide latency without spilling.
+inline constexpr int kPack = 64;
+
+template <int N, class T, class S>
+APEX_HD void load_pack(const S* source, T (&values)[N]) {
+  APEX_VECTORIZE
+  for (int i = 0; i < N; ++i) values[i] = convert<T>(source[i]);
+}
+
+template <int N, class T, class S>
+APEX_HD void store_pack(S* target, const T (&values)[N]) {
+  APEX_VECTORIZE
+  for (int i = 0; i < N; ++i) target[i] = convert<S>(values[i]);
+}
+
+#if defined(__F16C__)
+// Compilers do not vectorize _Float16 conversions before GCC 13. 256-bit vectors at every level: the
+// 512-bit intrinsics of GCC 12 warn about their own undefined operands.
+template <int N>
+APEX_HD void load_pack(const Half* source, float (&values)[N]) {
+  static_assert(N % 8 == 0);
+  for (int i = 0; i < N; i += 8) {
+    __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
+    _mm256_storeu_ps(values + i, _mm256_cvtph_ps(bits));
+  }
+}
+
+template <int N>
+APEX_HD void store_pack(Half* target, const float (&values)[N]) {
+  static_assert(N % 8 == 0);
+  for (int i = 0; i < N; i += 8) {
+    __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), bits);
+  }
+}
+#endif  // __F16C__
+
+#else  // a GPU
+
+// Elements per pack such that the narrowest operand is read as one 16-byte vector.
+template <class... S>
+constexpr int pack_size() {
+  size_t narrowest = 16;
+  ((narrowest = sizeof(S) < narrowest ? sizeof(S) : narrowest), ...);
+  return static_cast<int>(16 / narrowest);
+}
+
+template <class S, int N>
+struct alignas(sizeof(S) * N > 16 ? 16 : sizeof(S) * N) Vector {
+  S values[N];
+};
+
+// `source` must be aligned to the vector: is_aligned() below decides that per tensor.
+template <int N, class T, class S>
+APEX_HD void load_pack(const S* source, T (&values)[N]) {
+  Vector<S, N> vector = *reinterpret_cast<const Vector<S, N>*>(source);
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = convert<T>(vector.values[i]);
+}
+
+template <int N, class T, class S>
+APEX_HD void store_pack(S* target, const T (&values)[N]) {
+  Vector<S, N> vector;
+#pragma unroll
+  for (int i = 0; i < N; ++i) vector.values[i] = convert<S>(values[i]);
+  *reinterpret_cast<Vector<S, N>*>(target) = vector;
+}
+
+template <int N, class S>
+APEX_HD bool is_aligned(const S* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % alignof(Vector<S, N>) == 0;
+}
+
+#endif
+
+// The first `count` elements of a pack; the lanes behind them become zero and are never stored.
+template <int N, class T, class S>
+APEX_HD void load_some(const S* source, T (&values)[N], int count) {
+#if defined(APEX_GPU)
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = i < count ? convert<T>(source[i]) : T(0);
+#else
+  for (int i = 0; i < count; ++i) values[i] = convert<T>(source[i]);
+  for (int i = count; i < N; ++i) values[i] = T(0);
+#endif
+}
+
+template <int N, class T, class S>
+APEX_HD void store_some(S* target, const T (&values)[N], int count) {
+#if defined(APEX_GPU)
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i < count) target[i] = convert<S>(values[i]);
+  }
+#else
+  for (int i = 0; i < count; ++i) target[i] = convert<S>(values[i]);
+#endif
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

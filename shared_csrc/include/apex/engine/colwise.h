@@ -1,0 +1,19 @@
+// colwise: reduce every column of matrices [rows, columns]; rowwise_colwise: a row program and a
+// column reduction over the same operands, in one pass on the CPU.
+//
+// Beside `value_type`, a column program has
+//   static constexpr int kSums;                        // numbers accumulated per column
+//   template <class R> void column_sums(R& row) const  // adds one row:
+//     { row.template accumulate<kSums>([=](Array<T, kSums>& sums, T dy, T x) { sums[0] += ...; },
+//                                      row.in(dy), row.in(x)); }
+//   void finish(int64_t column, const Array<T, kSums>& sums) const   // stores the result
+// and, where parts do not simply add up (Welford), merge(Array& total, const Array& part) const.
+// Sums start at zero and are merged in a fixed order: the same input and thread count give the same
+// bits.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#include "apex/engine/colwise_gpu.h"
+#else
+#include "apex/engine/colwise_cpu.h"
+#endif

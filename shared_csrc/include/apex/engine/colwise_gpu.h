@@ -1,0 +1,129 @@
+// Column programs on a GPU: blocks sum tiles of rows and columns, a second kernel merges the tiles.
+//
+// Two stages and no atomics: the same input gives the same bits.
+#pragma once
+
+#include "apex/engine/rowwise_gpu.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+inline constexpr int kColwiseThreadsY = 8;       // rows in flight per block
+inline constexpr int64_t kColwiseRows = 256;     // rows per tile, at least
+inline constexpr int64_t kColwiseSplits = 128;   // tiles along the rows, at most
+
+template <class Program, class T, int N>
+APEX_HD void merge_sums(const Program& program, Array<T, N>& total, const Array<T, N>& part) {
+  if constexpr (requires { program.merge(total, part); }) {
+    program.merge(total, part);
+  } else {
+    for (int n = 0; n < N; ++n) total[n] += part[n];
+  }
+}
+
+// What a column program sees of the row that its thread has reached: a single column.
+template <class T, int kSums>
+class ColumnRow {
+ public:
+  APEX_DEVICE ColumnRow(int64_t columns, int64_t column) : columns_(columns), column_(column) {}
+
+  APEX_DEVICE void move_to(int64_t index) { index_ = index; }
+  APEX_DEVICE int64_t index() const { return index_; }
+  APEX_DEVICE int64_t columns() const { return columns_; }
+
+  template <class S>
+  APEX_DEVICE ReadView<S> in(const S* matrix) const {
+    return {matrix + index_ * columns_};
+  }
+  template <class S>
+  APEX_DEVICE ReadView<S> shared(const S* vector) const {
+    return {vector};
+  }
+  template <class S>
+  APEX_DEVICE ReadView<S> staged(int, const S* matrix) const {
+    return in(matrix);
+  }
+
+  template <int N, class F, class... Views>
+  APEX_DEVICE void accumulate(const F& functor, const Views&... views) {
+    static_assert(N == kSums, "accumulate<N> must use the program's kSums");
+    functor(sums, static_cast<T>(convert<T>(views.data[column_]))...);
+  }
+
+  Array<T, kSums> sums{};
+
+ private:
+  int64_t index_ = 0, columns_, column_;
+};
+
+// partials: [splits, kSums, columns].
+template <class Program, class T>
+__global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
+  constexpr int kSums = Program::kSums;
+  __shared__ T shared[kSums][kColwiseThreadsY][kGroupLanes];
+  int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
+  int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
+  Array<T, kSums> sums{};
+  if (column < columns) {
+    ColumnRow<T, kSums> row(columns, column);
+    for (int64_t index = begin + threadIdx.y; index < end; index += kColwiseThreadsY) {
+      row.move_to(index);
+      program.column_sums(row);
+    }
+    sums = row.sums;
+  }
+  for (int n = 0; n < kSums; ++n) shared[n][threadIdx.y][threadIdx.x] = sums[n];
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= columns) return;
+  for (int y = 1; y < kColwiseThreadsY; ++y) {
+    Array<T, kSums> part;
+    for (int n = 0; n < kSums; ++n) part[n] = shared[n][y][threadIdx.x];
+    merge_sums(program, sums, part);
+  }
+  for (int n = 0; n < kSums; ++n) {
+    partials[(blockIdx.y * static_cast<int64_t>(kSums) + n) * columns + column] = sums[n];
+  }
+}
+
+template <class Program, class T>
+__global__ void colwise_merge(int64_t splits, int64_t columns, const T* partials, Program program) {
+  constexpr int kSums = Program::kSums;
+  int64_t column = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (column >= columns) return;
+  Array<T, kSums> sums;
+  for (int n = 0; n < kSums; ++n) sums[n] = partials[n * columns + column];
+  for (int64_t split = 1; split < splits; ++split) {
+    Array<T, kSums> part;
+    for (int n = 0; n < kSums; ++n) part[n] = partials[(split * kSums + n) * columns + column];
+    merge_sums(program, sums, part);
+  }
+  program.finish(column, sums);
+}
+
+template <class Context, class Program>
+void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
+  using T = typename Program::value_type;
+  if (columns == 0) return;
+  int64_t splits = std::clamp<int64_t>(rows / kColwiseRows, 1, kColwiseSplits);
+  T* partials =
+      static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
+  dim3 tiles(static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes),
+             static_cast<unsigned>(splits));
+  launch(colwise_tiles<Program, T>, tiles, dim3(kGroupLanes, kColwiseThreadsY), 0,
+         context.stream(), rows, columns, partials, program);
+  context.check_launch("colwise_tiles");
+  launch(colwise_merge<Program, T>, dim3(static_cast<unsigned>((columns + 255) / 256)), dim3(256),
+         0, context.stream(), splits, columns, partials, program);
+  context.check_launch("colwise_merge");
+}
+
+// Two launches: the rows are read again, mostly from the L2 cache.
+template <class Context, class Program>
+void rowwise_colwise(const Context& context, int64_t rows, int64_t columns,
+                     const Program& program) {
+  rowwise(context, rows, columns, program);
+  colwise(context, rows, columns, program);
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,178 @@
+// foreach on a GPU: launches over as many tensors as fit into kernel parameters, 16 bytes a thread.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "apex/core/gpu.h"
+#include "apex/engine/columns.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+inline constexpr int kForeachThreads = 256;
+inline constexpr int kForeachPacks = 4;  // packs per thread: several loads in flight
+// Kernel parameters may take 4 KiB on every GPU; some room is for the functor.
+inline constexpr size_t kForeachTableBytes = 3584;
+
+template <int kColumns>
+constexpr int foreach_tensors() {
+  return static_cast<int>(kForeachTableBytes / (kColumns * sizeof(void*) + 2 * sizeof(int64_t)));
+}
+
+// A batch of tensors by value. Travelling as a kernel parameter it needs no copy to the device, no
+// synchronisation, and is safe under graph capture.
+template <int kColumns>
+struct ForeachBatch {
+  static constexpr int kTensors = foreach_tensors<kColumns>();
+  void* data[kTensors][kColumns];
+  int64_t numel[kTensors];
+  int64_t first_block[kTensors];  // prefix sum of blocks
+  int tensors;
+};
+
+template <class F, int N, class Indices, class... Columns>
+struct ForeachKernel;
+
+template <class F, int N, size_t... I, class... Columns>
+struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
+  using T = typename F::value_type;
+  static constexpr bool kFlags =
+      !std::is_void_v<decltype(std::declval<const F&>()(((void)I, std::declval<T&>())...))>;
+
+  template <class Column>
+  APEX_DEVICE static auto* at(void* data, int64_t offset) {
+    return static_cast<typename Column::storage*>(data) + offset;
+  }
+
+  template <class Column>
+  APEX_DEVICE static void load(void* data, int64_t offset, T (&values)[N], int count) {
+    if constexpr (Column::kRead) {
+      if (count == N) {
+        load_pack(at<Column>(data, offset), values);
+      } else {
+        load_some(at<Column>(data, offset), values, count);
+      }
+    }
+  }
+
+  template <class Column>
+  APEX_DEVICE static void store(void* data, int64_t offset, const T (&values)[N], int count) {
+    if constexpr (Column::kWritten) {
+      if (count == N) {
+        store_pack(at<Column>(data, offset), values);
+      } else {
+        store_some(at<Column>(data, offset), values, count);
+      }
+    }
+  }
+
+  APEX_DEVICE static int apply(const F& functor, T (&values)[sizeof...(I)][N], int count) {
+    int flags = 0;
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) {
+      if (lane >= count) break;
+      if constexpr (kFlags) {
+        flags |= functor(values[I][lane]...);
+      } else {
+        functor(values[I][lane]...);
+      }
+    }
+    return flags;
+  }
+
+  // All packs of one thread: every load is issued before the first is used.
+  APEX_DEVICE static int run(const F& functor, void* const* data, int64_t begin, int64_t numel) {
+    T values[kForeachPacks][sizeof...(I)][N];
+    bool aligned = (is_aligned<N>(at<Columns>(data[I], 0)) && ...);
+    if (!aligned) return run_unaligned(functor, data, begin, numel);
+    int flags = 0;
+#pragma unroll
+    for (int k = 0; k < kForeachPacks; ++k) {
+      int64_t offset = begin + (threadIdx.x + static_cast<int64_t>(k) * kForeachThreads) * N;
+      int count = static_cast<int>(min(static_cast<int64_t>(N), numel - offset));
+      if (count > 0) (load<Columns>(data[I], offset, values[k][I], count), ...);
+    }
+#pragma unroll
+    for (int k = 0; k < kForeachPacks; ++k) {
+      int64_t offset = begin + (threadIdx.x + static_cast<int64_t>(k) * kForeachThreads) * N;
+      int count = static_cast<int>(min(static_cast<int64_t>(N), numel - offset));
+      if (count <= 0) continue;
+      flags |= apply(functor, values[k], count);
+      (store<Columns>(data[I], offset, values[k][I], count), ...);
+    }
+    return flags;
+  }
+
+  APEX_DEVICE static int run_unaligned(const F& functor, void* const* data, int64_t begin,
+                                       int64_t numel) {
+    int flags = 0;
+    int64_t end = min(begin + int64_t{kForeachThreads} * kForeachPacks * N, numel);
+    for (int64_t offset = begin + threadIdx.x; offset < end; offset += kForeachThreads) {
+      T values[sizeof...(I)][N];
+      (load_some(at<Columns>(data[I], offset), values[I], Columns::kRead ? 1 : 0), ...);
+      flags |= apply(functor, values, 1);
+      (store<Columns>(data[I], offset, values[I], 1), ...);
+    }
+    return flags;
+  }
+};
+
+template <class Prepared, int N, class F, class... Columns>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_kernel(ForeachBatch<sizeof...(Columns)> batch, F functor) {
+  using Kernel = ForeachKernel<Prepared, N, std::index_sequence_for<Columns...>, Columns...>;
+  // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
+  __shared__ alignas(16) char shared[sizeof(Prepared)];
+  if (skipped(functor)) return;  // the same for all threads: nobody waits at the barrier
+  if (threadIdx.x == 0) *reinterpret_cast<Prepared*>(shared) = prepared(functor);
+  __syncthreads();
+  const Prepared plain = *reinterpret_cast<const Prepared*>(shared);
+
+  int low = 0, high = batch.tensors - 1;
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    if (batch.first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  constexpr int64_t kElements = int64_t{kForeachThreads} * kForeachPacks * N;
+  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[low]) * kElements;
+  int flags = Kernel::run(plain, batch.data[low], begin, batch.numel[low]);
+  if constexpr (Kernel::kFlags) {
+    if (flags) *plain.flag = 1;  // every thread writes the same value
+  }
+}
+
+template <class... Columns, class Context, class F>
+void foreach (const Context& context, const TensorTable& table, const F& functor) {
+  using Prepared = decltype(prepared(functor));
+  constexpr int N = pack_size<typename Columns::storage...>();
+  constexpr int64_t kElements = int64_t{kForeachThreads} * kForeachPacks * N;
+  constexpr int64_t kMaxBlocks = 0x7fffffff;
+  using Batch = ForeachBatch<sizeof...(Columns)>;
+  Batch batch;
+  int64_t tensor = 0;
+  while (tensor < table.tensors()) {
+    batch.tensors = 0;
+    int64_t blocks = 0;
+    while (tensor < table.tensors() && batch.tensors < Batch::kTensors) {
+      int64_t needed = (table.numel[tensor] + kElements - 1) / kElements;
+      if (batch.tensors > 0 && blocks + needed > kMaxBlocks) break;
+      std::copy_n(table.row(tensor), sizeof...(Columns), batch.data[batch.tensors]);
+      batch.numel[batch.tensors] = table.numel[tensor];
+      batch.first_block[batch.tensors] = blocks;
+      blocks += needed;
+      ++batch.tensors;
+      ++tensor;
+    }
+    launch(foreach_kernel<Prepared, N, F, Columns...>, dim3(static_cast<unsigned>(blocks)),
+           dim3(kForeachThreads), 0, context.stream(), batch, functor);
+    context.check_launch("foreach");
+  }
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

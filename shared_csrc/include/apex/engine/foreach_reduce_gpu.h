@@ -1,0 +1,113 @@
+// foreach_reduce on a GPU: a partial result per chunk, then one block combines them per tensor.
+#pragma once
+
+#include "apex/engine/foreach_gpu.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+inline constexpr int64_t kReduceChunk = 65536;  // elements per block and partial result
+
+template <class F, class S>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_reduce_chunks(ForeachBatch<1> batch, typename F::value_type* partials, F functor) {
+  using T = typename F::value_type;
+  constexpr int N = pack_size<S>();
+  int low = 0, high = batch.tensors - 1;
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    if (batch.first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[low]) * kReduceChunk;
+  int64_t end = min(begin + kReduceChunk, batch.numel[low]);
+  const S* data = static_cast<const S*>(batch.data[low][0]);
+  T result = T(0);
+  int64_t packs_end = is_aligned<N>(data) ? begin + (end - begin) / N * N : begin;
+#pragma unroll 4
+  for (int64_t i = begin + threadIdx.x * N; i < packs_end; i += kForeachThreads * N) {
+    T values[N];
+    load_pack(data + i, values);
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) result = F::combine(result, functor(values[lane]));
+  }
+  for (int64_t i = packs_end + threadIdx.x; i < end; i += kForeachThreads) {
+    result = F::combine(result, functor(convert<T>(data[i])));
+  }
+  result = reduce_row(result, [](T a, T b) { return F::combine(a, b); });
+  if (threadIdx.x == 0) partials[blockIdx.x] = result;
+}
+
+// One block per tensor: its partial results in a fixed order.
+template <class F>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_reduce_tensors(ForeachBatch<1> batch, const typename F::value_type* partials,
+                           double* combined, F functor) {
+  using T = typename F::value_type;
+  int tensor = blockIdx.x;
+  int64_t begin = batch.first_block[tensor];
+  int64_t end = begin + (batch.numel[tensor] + kReduceChunk - 1) / kReduceChunk;
+  double result = 0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kForeachThreads) {
+    result = F::combine(result, static_cast<double>(partials[i]));
+    if constexpr (requires { functor.flag; }) {
+      if (functor.flag != nullptr && !is_finite(static_cast<T>(partials[i]))) *functor.flag = 1;
+    }
+  }
+  result = reduce_row(result, [](double a, double b) { return F::combine(a, b); });
+  if (threadIdx.x == 0) combined[tensor] = result;
+}
+
+template <class F>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_reduce_total(int64_t tensors, const double* combined,
+                         typename F::value_type* per_tensor, typename F::value_type* total,
+                         F functor) {
+  using T = typename F::value_type;
+  double result = 0;
+  for (int64_t t = threadIdx.x; t < tensors; t += kForeachThreads) {
+    result = F::combine(result, combined[t]);
+    if (per_tensor != nullptr) per_tensor[t] = static_cast<T>(functor.finish(combined[t]));
+  }
+  result = reduce_row(result, [](double a, double b) { return F::combine(a, b); });
+  if (threadIdx.x == 0) *total = static_cast<T>(functor.finish(result));
+}
+
+template <class S, class Context, class F>
+void foreach_reduce(const Context& context, const TensorTable& table, const F& functor,
+                    typename F::value_type* per_tensor, typename F::value_type* total) {
+  using T = typename F::value_type;
+  using Batch = ForeachBatch<1>;
+  int64_t tensors = table.tensors();
+  double* combined = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
+  int64_t tensor = 0;
+  while (tensor < tensors) {
+    Batch batch;
+    batch.tensors = 0;
+    int64_t blocks = 0, first = tensor;
+    while (tensor < tensors && batch.tensors < Batch::kTensors) {
+      batch.data[batch.tensors][0] = table.row(tensor)[0];
+      batch.numel[batch.tensors] = table.numel[tensor];
+      batch.first_block[batch.tensors] = blocks;
+      blocks += (table.numel[tensor] + kReduceChunk - 1) / kReduceChunk;
+      ++batch.tensors;
+      ++tensor;
+    }
+    T* partials = static_cast<T*>(context.workspace(blocks * sizeof(T)));
+    launch(foreach_reduce_chunks<F, S>, dim3(static_cast<unsigned>(blocks)),
+           dim3(kForeachThreads), 0, context.stream(), batch, partials, functor);
+    context.check_launch("foreach_reduce_chunks");
+    launch(foreach_reduce_tensors<F>, dim3(batch.tensors), dim3(kForeachThreads), 0,
+           context.stream(), batch, partials, combined + first, functor);
+    context.check_launch("foreach_reduce_tensors");
+  }
+  launch(foreach_reduce_total<F>, dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
+         combined, per_tensor, total, functor);
+  context.check_launch("foreach_reduce_total");
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

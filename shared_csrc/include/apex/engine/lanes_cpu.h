@@ -1,0 +1,113 @@
+// One pack position of several operands on the CPU, as lanes for a vectorized loop.
+#pragma once
+
+#include <utility>
+
+#include "apex/engine/views.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Storage whose conversion compilers do not vectorize inside a loop goes through a buffer.
+template <class S, class T>
+inline constexpr bool kBuffered =
+#if defined(__F16C__)
+    std::is_same_v<S, Half> && std::is_same_v<T, float>;
+#else
+    false;
+#endif
+
+template <class T, class Indices, class... Views>
+class LanesOf;
+
+// Usage: at(column) or at(column, count); call(functor, lane) for every lane; done().
+template <class T, size_t... I, class... Views>
+class LanesOf<T, std::index_sequence<I...>, Views...> {
+ public:
+  explicit LanesOf(const Views&... views) : data_{const_cast<void*>(erased(views.data))...} {}
+
+  void at(int64_t column) {
+    column_ = column;
+    (fill<I, Views>(), ...);
+  }
+  void at(int64_t column, int count) {
+    column_ = column;
+    (fill<I, Views>(count), ...);
+  }
+
+  // functor(T& value0, T& value1, ...) on one lane; written values go back where they belong.
+  template <class F>
+  APEX_HD auto call(const F& functor, int lane) {
+    T values[sizeof...(Views) + 1] = {read<I, Views>(lane)...};
+    if constexpr (std::is_void_v<decltype(functor(values[I]...))>) {
+      functor(values[I]...);
+      (write<I, Views>(lane, values[I]), ...);
+    } else {
+      auto result = functor(values[I]...);
+      (write<I, Views>(lane, values[I]), ...);
+      return result;
+    }
+  }
+
+  // The same with running sums as the functor's first argument.
+  template <class F, class Sums>
+  APEX_HD void call_into(const F& functor, Sums& sums, int lane) {
+    call([&](auto&... values) { functor(sums, values...); }, lane);
+  }
+
+  void done() { (drain<I, Views>(), ...); }
+  void done(int count) { (drain<I, Views>(count), ...); }
+
+ private:
+  static const void* erased(const void* pointer) { return pointer; }
+
+  template <size_t K, class View>
+  APEX_HD typename View::storage* source() const {
+    return static_cast<typename View::storage*>(data_[K]) + column_;
+  }
+
+  template <size_t K, class View>
+  APEX_HD T read(int lane) const {
+    if constexpr (!View::kRead) return T(0);
+    if constexpr (kBuffered<typename View::storage, T>) return buffers_[K][lane];
+    return convert<T>(source<K, View>()[lane]);
+  }
+
+  template <size_t K, class View>
+  APEX_HD void write(int lane, T value) {
+    if constexpr (!View::kWritten) return;
+    if constexpr (kBuffered<typename View::storage, T>) {
+      buffers_[K][lane] = value;
+    } else {
+      source<K, View>()[lane] = convert<typename View::storage>(value);
+    }
+  }
+
+  template <size_t K, class View, class... Count>
+  APEX_HD void fill(Count... count) {
+    if constexpr (View::kRead && kBuffered<typename View::storage, T>) {
+      if constexpr (sizeof...(Count) == 0) load_pack(source<K, View>(), buffers_[K]);
+      if constexpr (sizeof...(Count) == 1) load_some(source<K, View>(), buffers_[K], count...);
+    }
+  }
+
+  template <size_t K, class View, class... Count>
+  APEX_HD void drain(Count... count) {
+    if constexpr (View::kWritten && kBuffered<typename View::storage, T>) {
+      if constexpr (sizeof...(Count) == 0) store_pack(source<K, View>(), buffers_[K]);
+      if constexpr (sizeof...(Count) == 1) store_some(source<K, View>(), buffers_[K], count...);
+    }
+  }
+
+  static constexpr bool kAnyBuffered = (kBuffered<typename Views::storage, T> || ...);
+
+  void* data_[sizeof...(Views) + 1];
+  int64_t column_ = 0;
+  alignas(64) T buffers_[kAnyBuffered ? sizeof...(Views) : 1][kAnyBuffered ? kPack : 1];
+};
+
+template <class T, class... Views>
+using Lanes = LanesOf<T, std::index_sequence_for<Views...>, Views...>;
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,254 @@
+// Row programs on a GPU: 32 lanes per row for short rows, a block per row for long ones.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "apex/core/gpu.h"
+#include "apex/engine/views.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Up to this many columns a group of 32 lanes takes a row without barriers.
+inline constexpr int64_t kGroupColumns = 1024;
+inline constexpr int kRowsPerBlock = 4;  // of such rows
+inline constexpr int kRowwiseThreads = 256;
+inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
+
+// A staged row: read from shared memory, or from where it came when it did not fit.
+template <class S, class T>
+struct StagedView {
+  using storage = S;
+  static constexpr bool kRead = true, kWritten = false;
+  const S* data;
+  const T* staged;  // null if not staged
+};
+
+template <class T, int N, class Indices, class... Views>
+struct GpuPack;
+
+template <class T, int N, size_t... I, class... Views>
+struct GpuPack<T, N, std::index_sequence<I...>, Views...> {
+  T values[sizeof...(Views) + 1][N];
+
+  template <class S>
+  APEX_DEVICE void load(const ReadView<S>& view, int64_t column, T (&into)[N], int count) {
+    if (count == N) {
+      load_pack(view.data + column, into);
+    } else {
+      load_some(view.data + column, into, count);
+    }
+  }
+  template <class S>
+  APEX_DEVICE void load(const StagedView<S, T>& view, int64_t column, T (&into)[N], int count) {
+    if (view.staged != nullptr) {
+      load(ReadView<T>{view.staged}, column, into, count);
+    } else {
+      load(ReadView<S>{view.data}, column, into, count);
+    }
+  }
+  template <class S>
+  APEX_DEVICE void load(const WriteView<S>&, int64_t, T (&into)[N], int) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) into[i] = T(0);
+  }
+  template <class View>
+  APEX_DEVICE void store(const View& view, int64_t column, const T (&from)[N], int count) {
+    if constexpr (View::kWritten) {
+      if (count == N) {
+        store_pack(view.data + column, from);
+      } else {
+        store_some(view.data + column, from, count);
+      }
+    }
+  }
+
+  APEX_DEVICE void load_all(int64_t column, int count, const Views&... views) {
+    (load(views, column, values[I], count), ...);
+  }
+  APEX_DEVICE void store_all(int64_t column, int count, const Views&... views) {
+    (store(views, column, values[I], count), ...);
+  }
+  template <class F>
+  APEX_DEVICE auto call(const F& functor, int lane) {
+    return functor(values[I][lane]...);
+  }
+  template <class F, class Sums>
+  APEX_DEVICE void call_into(const F& functor, Sums& sums, int lane) {
+    functor(sums, values[I][lane]...);
+  }
+};
+
+// Whether packs of N elements may be read at every multiple of N of this view.
+template <int N, class View>
+APEX_DEVICE bool view_aligned(const View& view) {
+  return is_aligned<N>(view.data);
+}
+
+template <class T>
+class Row {
+ public:
+  APEX_DEVICE Row(int64_t columns, T* scratch, int64_t scratch_stride)
+      : columns_(columns), scratch_(scratch), scratch_stride_(scratch_stride) {}
+
+  APEX_DEVICE void move_to(int64_t index) { index_ = index; }
+  APEX_DEVICE int64_t index() const { return index_; }
+  APEX_DEVICE int64_t columns() const { return columns_; }
+
+  template <class S>
+  APEX_DEVICE ReadView<S> in(const S* matrix) const {
+    return {matrix + index_ * columns_};
+  }
+  template <class S>
+  APEX_DEVICE WriteView<S> out(S* matrix) const {
+    return {matrix + index_ * columns_};
+  }
+  template <class S>
+  APEX_DEVICE ReadView<S> shared(const S* vector) const {
+    return {vector};
+  }
+
+  template <class S>
+  APEX_DEVICE StagedView<S, T> stage(int slot, const S* matrix) const {
+    ReadView<S> source = in(matrix);
+    if (scratch_ == nullptr) return {source.data, nullptr};
+    T* into = scratch_ + slot * scratch_stride_;
+    sync();  // the row before is no longer read
+    each([](T x, T& y) { y = x; }, source, WriteView<T>{into});
+    sync();
+    return {source.data, into};
+  }
+
+  template <class F, class... Views>
+  APEX_DEVICE T sum(const F& functor, const Views&... views) const {
+    T total = T(0);
+    pass([&](auto& pack, int lane) { total += pack.call(functor, lane); }, views...);
+    return reduce_row(total, Add{});
+  }
+
+  template <int N, class F, class... Views>
+  APEX_DEVICE Array<T, N> sums(const F& functor, const Views&... views) const {
+    Array<T, N> totals{};
+    pass(
+        [&](auto& pack, int lane) {
+          Array<T, N> terms = pack.call(functor, lane);
+#pragma unroll
+          for (int n = 0; n < N; ++n) totals[n] += terms[n];
+        },
+        views...);
+#pragma unroll
+    for (int n = 0; n < N; ++n) totals[n] = reduce_row(totals[n], Add{});
+    return totals;
+  }
+
+  template <class F, class... Views>
+  APEX_DEVICE T max(const F& functor, const Views&... views) const {
+    T largest = -std::numeric_limits<T>::infinity();
+    pass(
+        [&](auto& pack, int lane) {
+          largest = max_propagating_nan(pack.call(functor, lane), largest);
+        },
+        views...);
+    return reduce_row(largest, Max{});
+  }
+
+  template <class F, class... Views>
+  APEX_DEVICE void each(const F& functor, const Views&... views) const {
+    pass([&](auto& pack, int lane) { pack.call(functor, lane); }, views...);
+  }
+
+  template <class F>
+  APEX_DEVICE void once(const F& f) const {
+    if (threadIdx.x == 0) f();
+  }
+
+ private:
+  APEX_DEVICE void sync() const {
+    if (blockDim.x == kGroupLanes) {
+      sync_group();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // body(pack, lane) for every element of this thread; packs where memory is aligned.
+  template <class Body, class... Views>
+  APEX_DEVICE void pass(const Body& body, const Views&... views) const {
+    constexpr int N = pack_size<typename Views::storage...>();
+    bool aligned = (view_aligned<N>(views) && ...);
+    if (aligned) {
+      pass_packs<N>(body, views...);
+    } else {
+      pass_packs<1>(body, views...);
+    }
+  }
+
+  template <int N, class Body, class... Views>
+  APEX_DEVICE void pass_packs(const Body& body, const Views&... views) const {
+    GpuPack<T, N, std::index_sequence_for<Views...>, Views...> pack;
+    int64_t stride = static_cast<int64_t>(blockDim.x) * N;
+    for (int64_t column = static_cast<int64_t>(threadIdx.x) * N; column < columns_;
+         column += stride) {
+      int count = static_cast<int>(min(static_cast<int64_t>(N), columns_ - column));
+      pack.load_all(column, count, views...);
+#pragma unroll
+      for (int lane = 0; lane < N; ++lane) {
+        if (lane < count) body(pack, lane);
+      }
+      pack.store_all(column, count, views...);
+    }
+  }
+
+  int64_t index_ = 0, columns_;
+  T* scratch_;  // [kStages, scratch_stride] of this row in shared memory, or null
+  int64_t scratch_stride_;
+};
+
+template <class Program>
+constexpr int stages_of() {
+  if constexpr (requires { Program::kStages; }) return Program::kStages;
+  return 0;
+}
+
+template <class Program>
+__global__ void __launch_bounds__(kRowwiseThreads)
+    rowwise_kernel(int64_t rows, int64_t columns, int64_t scratch_stride, Program program) {
+  using T = typename Program::value_type;
+  extern __shared__ __align__(16) char dynamic_shared[];
+  T* scratch = nullptr;
+  if (scratch_stride > 0) {
+    scratch = reinterpret_cast<T*>(dynamic_shared) +
+              threadIdx.y * stages_of<Program>() * scratch_stride;
+  }
+  Row<T> row(columns, scratch, scratch_stride);
+  int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; index < rows;
+       index += step) {
+    row.move_to(index);
+    program.row(row);
+  }
+}
+
+template <class Context, class Program>
+void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
+  using T = typename Program::value_type;
+  if (rows == 0) return;
+  bool group = columns <= kGroupColumns;
+  dim3 block(group ? kGroupLanes : kRowwiseThreads, group ? kRowsPerBlock : 1);
+  int64_t blocks = std::min((rows + block.y - 1) / block.y, kRowwiseBlocks);
+  // A multiple of 8 elements keeps every slot aligned for 16-byte vectors.
+  int64_t stride = (columns + 7) / 8 * 8;
+  size_t shared_bytes = block.y * stages_of<Program>() * stride * sizeof(T);
+  if (shared_bytes > kSharedBytes || stages_of<Program>() == 0) {
+    stride = 0;
+    shared_bytes = 0;
+  }
+  launch(rowwise_kernel<Program>, dim3(static_cast<unsigned>(blocks)), block, shared_bytes,
+         context.stream(), rows, columns, stride, program);
+  context.check_launch("rowwise");
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

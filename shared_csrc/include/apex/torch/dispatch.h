@@ -1,0 +1,52 @@
+// From a run-time dtype to a storage type of core/types.h.
+#pragma once
+
+#include "apex/core/types.h"
+#include "apex/torch/check.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Calls body.template operator()<S>() with the storage type of `dtype`.
+template <class Body>
+void dispatch_floating(const char* op, ScalarType dtype, Body&& body) {
+  switch (dtype) {
+    case ScalarType::Double: return body.template operator()<double>();
+    case ScalarType::Float: return body.template operator()<float>();
+    case ScalarType::Half: return body.template operator()<Half>();
+    case ScalarType::BFloat16: return body.template operator()<BFloat16>();
+    default:
+      fail(op, ": expected float64, float32, float16 or bfloat16, got ", dtype_name(dtype), ".");
+  }
+}
+
+// A run-time bool as a compile-time one: body.template operator()<true or false>().
+template <class Body>
+void dispatch_bool(bool value, Body&& body) {
+  if (value) {
+    body.template operator()<true>();
+  } else {
+    body.template operator()<false>();
+  }
+}
+
+template <class S>
+constexpr ScalarType scalar_type_of() {
+  if constexpr (std::is_same_v<S, double>) return ScalarType::Double;
+  if constexpr (std::is_same_v<S, float>) return ScalarType::Float;
+  if constexpr (std::is_same_v<S, Half>) return ScalarType::Half;
+  if constexpr (std::is_same_v<S, BFloat16>) return ScalarType::BFloat16;
+  if constexpr (std::is_same_v<S, int>) return ScalarType::Int;
+  return ScalarType::Long;
+}
+
+// Memory of `tensor` as elements of S, after a check that it holds those.
+template <class S>
+S* data(const Tensor& tensor, const char* name) {
+  check(tensor.scalar_type() == scalar_type_of<S>(), name, " must be ",
+        dtype_name(scalar_type_of<S>()), ", got ", dtype_name(tensor.scalar_type()), ".");
+  return static_cast<S*>(tensor.data_ptr());
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,103 @@
+// Lists of tensors as a table of raw pointers, with the checks that make walking memory safe.
+#pragma once
+
+#include <initializer_list>
+
+#include "apex/engine/columns.h"
+#include "apex/torch/check.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+using TensorList = std::vector<Tensor>;
+
+// One operand of an op: its name for messages and its tensors. An empty optional list is left out.
+struct NamedList {
+  const char* name;
+  const TensorList& tensors;
+};
+
+// True when the elements fill memory without gaps or overlaps, in whatever order of dimensions.
+inline bool is_dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return true;
+  auto sizes = tensor.sizes();
+  auto strides = tensor.strides();
+  int64_t expected = 1;
+  // Tensors have few dimensions: take the dimension with the expected stride until none is left.
+  std::vector<bool> used(sizes.size(), false);
+  for (size_t done = 0; done < sizes.size(); ++done) {
+    size_t next = sizes.size();
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      if (!used[d] && (sizes[d] == 1 || strides[d] == expected)) {
+        next = d;
+        break;
+      }
+    }
+    if (next == sizes.size()) return false;
+    used[next] = true;
+    expected *= sizes[next];
+  }
+  return true;
+}
+
+inline bool same_layout(const Tensor& a, const Tensor& b) {
+  auto sizes_a = a.sizes();
+  auto sizes_b = b.sizes();
+  if (sizes_a.size() != sizes_b.size()) return false;
+  for (size_t d = 0; d < sizes_a.size(); ++d) {
+    if (sizes_a[d] != sizes_b[d]) return false;
+    if (sizes_a[d] > 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+// Raises unless tensor i of `list` can be walked in step with tensor i of `first`.
+inline void check_pair(const char* op, const NamedList& first, const NamedList& list, size_t i,
+                       ScalarType dtype) {
+  const Tensor& a = first.tensors[i];
+  const Tensor& b = list.tensors[i];
+  const char* problem = nullptr;
+  if (b.scalar_type() != dtype) {
+    problem = "all tensors of one list must have one dtype";
+  } else if (b.get_device_index() != a.get_device_index() || b.is_cpu() != a.is_cpu()) {
+    problem = "a tensor is not on the same device as the first tensor";
+  } else if (b.numel() != a.numel()) {
+    problem = "size mismatch: tensors at one index must have the same number of elements";
+  } else if (!(a.is_contiguous() && b.is_contiguous()) &&
+             !(is_dense(a) && is_dense(b) && same_layout(a, b))) {
+    problem = "a tensor was not contiguous in the memory format of its peers";
+  }
+  if (problem == nullptr) return;
+  fail(op, ": ", problem, ". ", first.name, '[', i, "] is ", describe(a), ", ", list.name, '[', i,
+       "] is ", describe(b), ".");
+}
+
+inline TensorTable make_table(const char* op, std::initializer_list<NamedList> lists) {
+  const NamedList& first = *lists.begin();
+  TensorTable table;
+  for (const NamedList& list : lists) {
+    check(list.tensors.size() == first.tensors.size(), op, ": ", list.name, " has ",
+          list.tensors.size(), " tensors, but ", first.name, " has ", first.tensors.size(), ".");
+    ++table.columns;
+  }
+  if (first.tensors.empty()) return table;
+  table.data.reserve(first.tensors.size() * table.columns);
+  table.numel.reserve(first.tensors.size());
+
+  std::vector<ScalarType> dtypes;
+  for (const NamedList& list : lists) dtypes.push_back(list.tensors[0].scalar_type());
+  int32_t device = first.tensors[0].get_device_index();
+  for (size_t i = 0; i < first.tensors.size(); ++i) {
+    check(first.tensors[i].get_device_index() == device, op, ": ", first.name, '[', i,
+          "] is not on the same device as the first tensor: ", describe(first.tensors[i]), ".");
+    size_t column = 0;
+    for (const NamedList& list : lists) check_pair(op, first, list, i, dtypes[column++]);
+    if (first.tensors[i].numel() == 0) continue;
+    for (const NamedList& list : lists) table.data.push_back(list.tensors[i].data_ptr());
+    table.numel.push_back(first.tensors[i].numel());
+  }
+  return table;
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,1 @@
+"""How kernels are compiled against ``include/``, found again, and loaded."""

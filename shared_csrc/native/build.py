@@ -1,0 +1,168 @@
+"""The one builder: ops and targets in, kernel libraries out, by one ninja file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import toolchain
+from .errors import BuildError
+from .targets import Target
+
+SHOWN_ERROR_LINES = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A folder whose ``<name>.cpp`` registers the kernels of one or a few operators."""
+
+    name: str
+    folder: Path
+
+    @property
+    def source(self) -> Path:
+        return self.folder / f"{self.name}.cpp"
+
+
+def find_ops(source_root: Path) -> list[Op]:
+    """All ops below ``source_root``: folders that hold a .cpp file of their own name."""
+    found = [
+        Op(path.stem, path.parent)
+        for path in sorted(source_root.rglob("*.cpp"))
+        if path.stem == path.parent.name and "_shared" not in path.parts
+    ]
+    names = [op.name for op in found]
+    for name in names:
+        if names.count(name) > 1:
+            folders = ", ".join(str(op.folder) for op in found if op.name == name)
+            raise BuildError(f"Two ops are called {name!r}: {folders}. Rename one.")
+    return found
+
+
+def digest(op: Op, target: Target) -> str:
+    """Changes whenever a rebuild could give another library."""
+    state = hashlib.sha256()
+    files = sorted(op.folder.glob("*.cpp")) + sorted(op.folder.glob("*.h"))
+    for path in files + sorted(toolchain.INCLUDE.rglob("*.h")):
+        state.update(path.name.encode())
+        state.update(path.read_bytes())
+    compiler = toolchain.compiler_for(target.backend)
+    state.update(repr(toolchain.compile_flags(target)).encode())
+    state.update(toolchain.compiler_version(compiler).encode())
+    return state.hexdigest()[:16]
+
+
+def headers_digest() -> str:
+    """Identifies the vendored headers; recorded in the manifest of a wheel."""
+    state = hashlib.sha256()
+    for path in sorted(toolchain.INCLUDE.rglob("*.h")):
+        state.update(path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def _escape(path: object) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _rules(target: Target) -> list[str]:
+    compiler = _escape(toolchain.compiler_for(target.backend))
+    flags = toolchain.compile_flags(target) + toolchain.include_flags(target)
+    compile_rule = " ".join(flags)
+    link_rule = " ".join(toolchain.link_flags(target))
+    environment = "env HIP_PLATFORM=amd " if target.backend == "hip" else ""
+    name = target.name
+    return [
+        f"rule compile_{name}",
+        f"  command = {environment}{compiler} {compile_rule} $op_flags -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        f"rule link_{name}",
+        f"  command = {environment}{compiler} $in {link_rule} -o $out",
+        "",
+    ]
+
+
+def _stub_rules(target: Target) -> list[str]:
+    """Builds an empty library named like torch's GPU library, which the linker needs to see."""
+    stub = toolchain.gpu_stub_name(target)
+    cxx = _escape(toolchain.find_cxx())
+    return [
+        f"rule stub_{target.name}",
+        f"  command = {cxx} -shared -fPIC -Wl,-soname,{stub} -x c++ $in -o $out",
+        f"build {stub}: stub_{target.name} gpu_stub.cpp",
+        "",
+    ]
+
+
+def _write_ninja(ops: list[Op], targets: list[Target], folder: Path) -> None:
+    lines = ["ninja_required_version = 1.8", ""]
+    for target in targets:
+        lines += _rules(target)
+        stub = toolchain.gpu_stub_name(target)
+        if stub is not None:
+            lines += _stub_rules(target)
+            (folder / "gpu_stub.cpp").write_text(
+                'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
+            )
+        objects = []
+        for op in ops:
+            objects.append(f"{op.name}.{target.name}.o")
+            lines.append(
+                f"build {objects[-1]}: compile_{target.name} {_escape(op.source.resolve())}"
+            )
+            lines.append(f"  op_flags = -I{_escape(op.folder.resolve())}")
+        needs = f" | {stub}" if stub else ""
+        lines += [f"build {target.name}.so: link_{target.name} {' '.join(objects)}{needs}", ""]
+    (folder / "build.ninja").write_text("\n".join(lines))
+
+
+def _first_errors(output: str) -> str:
+    """The lines that say what went wrong first; compilers print the cause before its effects."""
+    lines = output.splitlines()
+    for index, line in enumerate(lines):
+        if "error" in line.lower() and not line.startswith(("FAILED", "ninja:")):
+            return "\n".join(lines[index : index + SHOWN_ERROR_LINES])
+    return "\n".join(lines[-SHOWN_ERROR_LINES:])
+
+
+def build(
+    ops: Iterable[Op], targets: Iterable[Target], folder: Path, *, package: str
+) -> dict[Target, Path]:
+    """Compile all ``ops`` for each target and link one library per target.
+
+    Args:
+        ops: the ops whose sources are compiled.
+        targets: what to compile for.
+        folder: where the ninja file, objects and libraries go; kept for incremental builds.
+        package: the package's name, for messages.
+
+    Returns:
+        The library of each target, ``<folder>/<target name>.so``.
+
+    Raises:
+        BuildError: a tool is missing, or a compilation failed; with the first error lines.
+    """
+    ops, targets = list(ops), list(targets)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_ninja(ops, targets, folder)
+    command = [toolchain.find_ninja(), "-C", str(folder)]
+    max_jobs = os.environ.get("MAX_JOBS", "")
+    if max_jobs:
+        if not max_jobs.isdigit() or int(max_jobs) < 1:
+            raise BuildError(f"MAX_JOBS must be a positive integer, got {max_jobs!r}.")
+        command += ["-j", max_jobs]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    (folder / "build.log").write_text(result.stdout + result.stderr)
+    if result.returncode != 0:
+        names = ", ".join(op.name for op in ops)
+        backends = ", ".join(target.name for target in targets)
+        raise BuildError(
+            f"{package}: compiling {names} ({backends}) failed.\n"
+            f"{_first_errors(result.stdout + result.stderr)}\n"
+            f"Full output: run `ninja -C {folder}`."
+        )
+    return {target: folder / f"{target.name}.so" for target in targets}

@@ -1,0 +1,104 @@
+"""Hatch hooks of the five packages: the version, the vendored shared code, prebuilt kernels.
+
+A package's ``hatch_build.py`` loads this file from the checkout's ``shared_csrc``, or from the
+copy of it that lies in the sdist. No file of the checkout is written, but for the git-ignored
+link ``_shared`` that an editable install makes.
+"""
+
+import os
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+SHARED = Path(__file__).resolve().parent.parent
+# What a wheel needs of shared_csrc: to compile an op on first use, and to load it. The emulated
+# GPU is a test tool.
+_VENDORED = ("__init__.py", "native/**/*.py", "include/**/*.h")
+_NOT_VENDORED = "include/apex/emulation"
+
+
+class VersionHook(MetadataHookInterface):
+    """Takes the version from pyproject.toml's hook table, or from ``BUILD_VERSION``."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        metadata["version"] = os.environ.get("BUILD_VERSION") or self.config["version"]
+
+
+class BuildHook(BuildHookInterface):
+    """Adds ``_shared`` to sdists and wheels, and to wheels the kernels that were asked for."""
+
+    PLUGIN_NAME = "custom"
+
+    def dependencies(self) -> list[str]:
+        """Ask the isolated build environment for torch where kernels were demanded."""
+        from .build import demanded_names
+
+        if self.target_name != "wheel" or not demanded_names(os.environ):
+            return []
+        return [d for d in self.metadata.core.dependencies if d.startswith(("torch", "ninja"))]
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        package = _package_folder(Path(self.root))
+        if version == "editable":
+            link_shared(package)
+            return
+        inside = package.relative_to(self.root).as_posix()
+        for file in vendored_files():
+            build_data["force_include"][str(SHARED / file)] = f"{inside}/_shared/{file}"
+        if self.target_name == "wheel":
+            self._add_kernels(package, inside, build_data)
+
+    def _add_kernels(self, package: Path, inside: str, build_data: dict[str, Any]) -> None:
+        from .build import build_prebuilt
+
+        # Kept on the hook: the folder must live until hatch has packed it, and no longer.
+        self._scratch = tempfile.TemporaryDirectory(prefix="apex-kernels-")
+        kernels = Path(self._scratch.name) / "_kernels"
+        if build_prebuilt(package, kernels, os.environ) is None:
+            return
+        build_data["force_include"][str(kernels)] = f"{inside}/_kernels"
+        build_data["pure_python"] = False
+        build_data["tag"] = _wheel_tag(package)
+
+
+def vendored_files() -> list[str]:
+    """Return the files of shared_csrc that wheels and sdists carry, as relative POSIX paths."""
+    files = {f.relative_to(SHARED).as_posix() for p in _VENDORED for f in SHARED.glob(p)}
+    return sorted(f for f in files if not f.startswith(_NOT_VENDORED))
+
+
+def link_shared(package: Path) -> None:
+    """Make ``package/_shared`` a relative link to shared_csrc, unless it is there already."""
+    link = package / "_shared"
+    if link.resolve() == SHARED:
+        return
+    if link.is_symlink():  # left over from a checkout that was moved
+        link.unlink()
+    link.symlink_to(os.path.relpath(SHARED, package.resolve()), target_is_directory=True)
+
+
+def _package_folder(root: Path) -> Path:
+    """Return the folder of the op library: the one package below src/apex that has _ops.py."""
+    found = sorted(root.glob("src/apex/*/_ops.py"))
+    if len(found) != 1:
+        raise ValueError(
+            f"{root.name}: expected one src/apex/<package>/_ops.py, found {len(found)}. It names "
+            "the package's op library and tells the build where kernels and shared code go."
+        )
+    return found[0].parent
+
+
+def _wheel_tag(package: Path) -> str:
+    """Return the tag of a wheel with kernels: for every Python, unless pybind11 binds one."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    if not any(package.parent.rglob("module.cpp")):
+        return f"py3-none-{platform}"
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return f"{python}-{python}-{platform}"

@@ -1,0 +1,191 @@
+"""Finds compilers and gives the command lines that compile and link for a target."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from .errors import BuildError
+from .targets import Target
+
+INCLUDE = Path(__file__).resolve().parent.parent / "include"
+
+# Kernels use LibTorch's stable ABI as of torch 2.10, and so run on every later torch.
+TORCH_TARGET_VERSION = "0x020a000000000000"
+
+_COMMON = ("-std=c++20", "-O3", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}")
+# Never -ffast-math: inf and nan must propagate. These two only drop errno and FP exceptions flags.
+_CPU_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+
+
+def torch_root() -> Path:
+    """The installed torch's folder, found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError(
+            "Kernels are compiled against torch's headers, and torch is not installed in this "
+            "environment. Install torch 2.10 or later first; when building a wheel, use "
+            "--no-build-isolation."
+        )
+    return Path(spec.origin).parent
+
+
+def find_ninja() -> str:
+    """Path of ninja: of the Python package if it is installed, else from PATH."""
+    spec = importlib.util.find_spec("ninja")
+    if spec is not None and spec.origin is not None:
+        import ninja
+
+        candidate = Path(ninja.BIN_DIR) / "ninja"
+        if candidate.is_file():
+            return str(candidate)
+    found = shutil.which("ninja")
+    if found is None:
+        raise BuildError("ninja was not found. Install it: pip install ninja")
+    return found
+
+
+def find_cxx() -> str:
+    """The C++ compiler: ``CXX``, else c++, g++ or clang++ from PATH."""
+    wanted = os.environ.get("CXX", "")
+    for candidate in (wanted,) if wanted else ("c++", "g++", "clang++"):
+        found = shutil.which(candidate)
+        if found is not None:
+            return found
+    looked = f"CXX={wanted}" if wanted else "c++, g++, clang++"
+    raise BuildError(
+        f"No C++ compiler was found (looked for {looked}). Install one with C++20 "
+        "support, such as g++ 11 or later, or install a wheel with prebuilt kernels."
+    )
+
+
+def find_nvcc() -> str | None:
+    """nvcc from ``CUDA_HOME``, PATH, or the ``nvidia-cuda-nvcc`` package; None without one."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home and (Path(home) / "bin" / "nvcc").is_file():
+        return str(Path(home) / "bin" / "nvcc")
+    on_path = shutil.which("nvcc")
+    if on_path is not None:
+        return on_path
+    site = Path(sysconfig.get_path("purelib"))
+    packaged = sorted(site.glob("nvidia/*/bin/nvcc"))
+    if not packaged:
+        return None
+    _check_packaged_cuda(packaged[-1])
+    return str(packaged[-1])
+
+
+def _check_packaged_cuda(nvcc: Path) -> None:
+    """nvcc, its headers and nvvm come as separate packages, and must have one minor version."""
+    from importlib import metadata
+
+    versions = {}
+    for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            raise BuildError(
+                f"{nvcc} comes from nvidia-cuda-nvcc, but {name} is not installed. Install the "
+                "`cuda` extra of this package, such as: pip install 'apex-optimizers[cuda]'"
+            ) from None
+    minors = {".".join(version.split(".")[:2]) for version in versions.values()}
+    if len(minors) > 1:
+        found = ", ".join(f"{name} {version}" for name, version in versions.items())
+        raise BuildError(
+            f"The CUDA compiler's packages must have the same major and minor version, got {found}."
+            " Install matching ones, such as: pip install 'nvidia-cuda-nvcc==13.0.*' "
+            "'nvidia-cuda-crt==13.0.*' 'nvidia-nvvm==13.0.*'"
+        )
+
+
+def find_hipcc() -> str | None:
+    """hipcc from ``ROCM_HOME`` or PATH; None without one."""
+    home = os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH")
+    if home and (Path(home) / "bin" / "hipcc").is_file():
+        return str(Path(home) / "bin" / "hipcc")
+    return shutil.which("hipcc")
+
+
+def compiler_for(backend: str) -> str:
+    """The compiler of a backend; raises :class:`BuildError` with the remedy if there is none."""
+    if backend == "cpu":
+        return find_cxx()
+    if backend == "cuda":
+        compiler = find_nvcc()
+        remedy = (
+            "Set CUDA_HOME, put nvcc on PATH, or install the `cuda` extra of this package, which "
+            "brings nvcc: pip install 'apex-optimizers[cuda]'"
+        )
+    else:
+        compiler = find_hipcc()
+        remedy = "Install ROCm's hipcc and put it on PATH, or set ROCM_HOME."
+    if compiler is None:
+        name = "nvcc" if backend == "cuda" else "hipcc"
+        raise BuildError(f"{name} was not found, so no {backend} kernel can be compiled. {remedy}")
+    return compiler
+
+
+@functools.cache
+def compiler_version(compiler: str) -> str:
+    """The compiler's own words on its version: part of the digest and of the manifest."""
+    result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or result.stderr.strip()
+
+
+def compile_flags(target: Target) -> list[str]:
+    """Everything between the compiler and ``-c``, but for include paths of a single op."""
+    if target.backend == "cpu":
+        flags = [*_COMMON, *_CPU_FLAGS, "-Wall", "-Wextra"]
+        if target.level != "baseline":
+            flags.append(f"-march={target.level}")
+        if target.level == "x86-64-v4":
+            flags.append("-mprefer-vector-width=512")
+        return [*flags, f"-DAPEX_ISA={target.level.replace('-', '_')}"]
+    if target.backend == "cuda":
+        flags = [
+            *_COMMON,
+            "-x",
+            "cu",
+            "-Xcompiler",
+            ",".join(_CPU_FLAGS),
+            "--expt-relaxed-constexpr",
+        ]
+        # Warnings that torch's own headers raise say nothing about our kernels.
+        flags += ["-diag-suppress=20012,20011", "-Wno-deprecated-gpu-targets"]
+        for arch in target.archs:
+            virtual = arch.replace("sm_", "compute_")
+            flags += ["-gencode", f"arch={virtual},code={arch}"]
+        return flags
+    flags = [*_COMMON, *_CPU_FLAGS, "-x", "hip", "-D__HIP_PLATFORM_AMD__=1"]
+    return [*flags, *(f"--offload-arch={arch}" for arch in target.archs)]
+
+
+def include_flags(target: Target) -> list[str]:
+    torch_include = torch_root() / "include"
+    flags = [f"-I{INCLUDE}"]
+    if target.backend == "hip" and not shutil.which("rocminfo"):
+        # Debian's hipcc has no Thrust; torch's headers only name its complex type.
+        flags.append(f"-isystem {INCLUDE / 'apex' / 'compat'}")
+    return [*flags, f"-isystem {torch_include}"]
+
+
+def link_flags(target: Target) -> list[str]:
+    """Linker arguments: torch by name only, so that any installed torch satisfies them."""
+    libraries = torch_root() / "lib"
+    flags = ["-shared", f"-L{libraries}"]
+    if target.backend == "cpu":
+        return [*flags, "-Wl,--as-needed", "-ltorch_cpu"]
+    stub = {"cuda": "torch_cuda", "hip": "torch_hip"}[target.backend]
+    if target.backend == "cuda":
+        flags += ["--cudart", "static"]
+    return [*flags, "-ltorch_cpu", "-L.", f"-l{stub}"]
+
+
+def gpu_stub_name(target: Target) -> str | None:
+    """The torch library that GPU kernels need by name and that a CPU torch does not have."""
+    return {"cuda": "libtorch_cuda.so", "hip": "libtorch_hip.so"}.get(target.backend)
