@@ -73,15 +73,16 @@ def _rules(target: Target) -> list[str]:
     flags = toolchain.compile_flags(target) + toolchain.include_flags(target)
     compile_rule = " ".join(flags)
     link_rule = " ".join(toolchain.link_flags(target))
-    environment = "env HIP_PLATFORM=amd " if target.backend == "hip" else ""
+    if target.backend == "hip":
+        compiler = f"env HIP_PLATFORM=amd {compiler}"
     name = target.name
     return [
         f"rule compile_{name}",
-        f"  command = {environment}{compiler} {compile_rule} $op_flags -MMD -MF $out.d -c $in -o $out",
+        f"  command = {compiler} {compile_rule} $op_flags -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         f"rule link_{name}",
-        f"  command = {environment}{compiler} $in {link_rule} -o $out",
+        f"  command = {compiler} $in {link_rule} -o $out",
         "",
     ]
 

@@ -1,0 +1,513 @@
+"""FusedAdam against float64 torch.optim, over dtypes, sizes, layouts, options and checkpoints."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from apex.optimizers import FusedAdam
+from apex.optimizers.fused_adam.ops import adam_step, adam_step_capturable
+from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit.grids import HALVES
+from apex_testkit.opcheck import opcheck_samples
+
+SIZES = {
+    "one": [1],
+    "odd": [1, 7, 1023],
+    "empty": [0, 5],
+    "scalar": [()],
+    "many": [3] * 200,
+    "large": [100_003],
+}
+
+
+def adam_reference(p, *grads, lr, weight_decay=0.0, eps=1e-8, adam_w_mode=True, **options):
+    """The formula, step by step, in the dtype of its inputs (torch.optim rounds 16-bit moments)."""
+    beta1, beta2 = options.get("betas", (0.9, 0.999))
+    correct = options.get("bias_correction", True)
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for t, g in enumerate(grads, start=1):
+        if not adam_w_mode:
+            g = g + weight_decay * p
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        c1, c2 = (1 - beta1**t, 1 - beta2**t) if correct else (1, 1)
+        update = (m / c1) / ((v / c2).sqrt() + eps)
+        if adam_w_mode:
+            update = update + weight_decay * p
+        p = p - lr * update
+    return p
+
+
+def run_steps(params, grads_per_step, **hyper):
+    optimizer = FusedAdam(params, **hyper)
+    for grads in grads_per_step:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_follows_the_formula(sizes, dtype, adam_w_mode, device):
+    hyper = {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+    values = [torch.randn(n, device=device, dtype=dtype) for n in sizes]
+    grads = [[torch.randn_like(v) for v in values] for _ in range(3)]
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    run_steps(params, grads, **hyper)
+    for i, (p, v) in enumerate(zip(params, values, strict=True)):
+        if v.numel():
+            own = [g[i] for g in grads]
+            # The parameter is rounded once in each of three steps.
+            assert_as_accurate_as(
+                lambda p, *g: adam_reference(p, *g, **hyper), p.detach(), v, *own, ulps=3
+            )
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {"bias_correction": False},
+        {"betas": (0.0, 0.0)},
+        {"betas": (0.5, 0.9)},
+        {"eps": 1e-2},
+        {"lr": torch.tensor(0.05)},
+    ],
+    ids=lambda h: next(iter(h)),
+)
+def test_options_follow_the_formula(hyper, device):
+    value = torch.randn(1001, device=device)
+    grads = [torch.randn_like(value) for _ in range(5)]
+    param = torch.nn.Parameter(value.clone())
+    options = {"lr": 1e-2, "weight_decay": 0.01, **hyper}
+    run_steps([param], [[g] for g in grads], **options)
+    options["lr"] = float(options["lr"])
+    assert_as_accurate_as(
+        lambda p, *g: adam_reference(p, *g, **options), param.detach(), value, *grads, ulps=5
+    )
+
+
+def test_hundred_steps_match_torch_adamw(device):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 65), torch.nn.GELU(), torch.nn.Linear(65, 5))
+    model.to(device, torch.float64)
+    twin = copy.deepcopy(model)
+    ours = FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)
+    x = torch.randn(16, 33, device=device, dtype=torch.float64)
+    for _ in range(100):
+        for net, optimizer in ((model, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        # float64 rounding grows over 100 steps of a chaotic map; 1e-9 is far below any real error
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("grad_format", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_memory_formats_of_parameter_and_gradient(memory_format, grad_format, device):
+    value = torch.randn(4, 5, 3, 7, device=device).to(memory_format=memory_format)
+    grad = torch.randn(4, 5, 3, 7, device=device).to(memory_format=grad_format)
+    param = torch.nn.Parameter(value.clone())
+    run_steps([param], [[grad]], lr=0.1)
+    assert param.stride() == value.stride()
+    assert_as_accurate_as(lambda p, g: adam_reference(p, g, lr=0.1), param.detach(), value, grad)
+
+
+def test_dtypes_mix_in_one_group(device):
+    values = [torch.randn(65, device=device, dtype=d) for d in FLOATS]
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    grads = [torch.randn_like(v) for v in values]
+    run_steps(params, [grads], lr=0.1)
+    for p, v, g in zip(params, values, grads, strict=True):
+        assert_as_accurate_as(lambda p, g: adam_reference(p, g, lr=0.1), p.detach(), v, g)
+
+
+def test_state_is_wide_and_in_the_parameters_format(device):
+    param = torch.nn.Parameter(
+        torch.randn(2, 3, 4, 5, device=device, dtype=torch.bfloat16).to(
+            memory_format=torch.channels_last
+        )
+    )
+    optimizer = run_steps([param], [[torch.ones_like(param)]])
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[param][key].dtype == torch.float32
+        assert optimizer.state[param][key].stride() == param.stride()
+    assert optimizer.param_groups[0]["step"] == 1
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("capturable", [False, True])
+def test_master_weights_collect_steps_below_one_ulp(dtype, capturable, device):
+    """1 - 1e-4 is 1 in bfloat16; a float32 master keeps the difference, a 16-bit parameter not."""
+    start = torch.full((257,), 1.0, device=device, dtype=dtype)
+    grads = [[torch.full_like(start, 0.5)] for _ in range(100)]
+    param = torch.nn.Parameter(start.clone())
+    optimizer = run_steps([param], grads, lr=1e-4, master_weights=True, capturable=capturable)
+    master = optimizer.param_groups_master[0]["params"][0]
+    expected = adam_reference(start.double(), *(g[0].double() for g in grads), lr=1e-4)
+    torch.testing.assert_close(master.double(), expected, rtol=1e-5, atol=0)  # 100 float32 steps
+    assert torch.equal(param.detach(), master.to(dtype))
+
+
+def test_groups_added_later_are_updated(device):
+    first, second = (torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    optimizer = FusedAdam([first], lr=0.1)
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    for p in (first, second):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.testing.assert_close(first.detach(), torch.full((3,), 0.9, device=device))
+    torch.testing.assert_close(second.detach(), torch.full((3,), 0.5, device=device))
+
+
+def test_frozen_parameters_count_their_own_steps(device):
+    """After steps without gradient, a parameter goes on with its own bias correction."""
+    values = [torch.randn(5, device=device, dtype=torch.float64) for _ in range(2)]
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizer = FusedAdam(params, lr=0.1)
+    grads = torch.randn(4, 5, device=device, dtype=torch.float64)
+    for t in range(4):
+        params[0].grad = grads[t].clone()
+        params[1].grad = grads[t].clone() if t in (0, 3) else None
+        optimizer.step()
+    expected = adam_reference(values[1], grads[0], grads[3], lr=0.1)
+    torch.testing.assert_close(params[1].detach(), expected)
+    torch.testing.assert_close(params[0].detach(), adam_reference(values[0], *grads, lr=0.1))
+    assert optimizer.param_groups[0]["step"] == 4
+
+
+def test_replaced_state_and_gradient_tensors_are_noticed(device):
+    param = torch.nn.Parameter(torch.zeros(9, device=device))
+    optimizer = run_steps([param], [[torch.ones(9, device=device)]], lr=0.1)
+    optimizer.state[param]["exp_avg"] = torch.zeros(9, device=device)
+    optimizer.state[param]["exp_avg_sq"] = torch.ones(9, device=device)
+    before = param.detach().clone()
+    param.grad = torch.zeros(9, device=device)
+    optimizer.step()
+    assert torch.equal(param.detach(), before)  # no gradient, no momentum: no update
+    optimizer.state.clear()
+    param.grad = torch.ones(9, device=device)
+    optimizer.step()
+    assert torch.count_nonzero(optimizer.state[param]["exp_avg"]) == 9
+
+
+def save_and_load(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_checkpoint_continues_bit_for_bit(dtype, master_weights, device):
+    value = torch.randn(37, device=device, dtype=dtype)
+    grads = [[torch.randn_like(value)] for _ in range(6)]
+    options = {"lr": 0.1, "weight_decay": 0.01, "master_weights": master_weights}
+    straight = torch.nn.Parameter(value.clone())
+    run_steps([straight], grads, **options)
+
+    param = torch.nn.Parameter(value.clone())
+    saved = save_and_load(run_steps([param], grads[:3], **options).state_dict())
+    resumed = torch.nn.Parameter(param.detach().clone())
+    optimizer = FusedAdam([resumed], **options)
+    optimizer.load_state_dict(saved)
+    for g in grads[3:]:
+        resumed.grad = g[0].clone()
+        optimizer.step()
+    assert torch.equal(resumed, straight)
+
+
+@pytest.mark.parametrize("direction", ["from_torch", "to_torch"])
+def test_checkpoints_exchange_with_torch_adamw(direction, device):
+    torch.manual_seed(1)
+    values = [torch.randn(n, device=device, dtype=torch.float64) for n in (3, 8)]
+    grads = [[torch.randn_like(v) for v in values] for _ in range(6)]
+    classes = [torch.optim.AdamW, FusedAdam]
+    if direction == "to_torch":
+        classes.reverse()
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizer = classes[0](params, lr=0.1, weight_decay=0.1)
+    for step_grads in grads[:3]:
+        for p, g in zip(params, step_grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    following = classes[1](params, lr=0.1, weight_decay=0.1)
+    following.load_state_dict(save_and_load(optimizer.state_dict()))
+    for step_grads in grads[3:]:
+        for p, g in zip(params, step_grads, strict=True):
+            p.grad = g.clone()
+        following.step()
+    for i, (p, v) in enumerate(zip(params, values, strict=True)):
+        expected = adam_reference(v, *(g[i] for g in grads), lr=0.1, weight_decay=0.1)
+        torch.testing.assert_close(p.detach(), expected)
+
+
+def test_checkpoint_in_apex_layout_with_group_step(device):
+    """Apex keeps the step in the group and nothing of it per parameter."""
+    value = torch.randn(5, device=device, dtype=torch.float64)
+    grads = [torch.randn_like(value) for _ in range(4)]
+    param = torch.nn.Parameter(value.clone())
+    state = run_steps([param], [[g] for g in grads[:2]], lr=0.1).state_dict()
+    del state["state"][0]["step"]
+    optimizer = FusedAdam([param], lr=0.1)
+    optimizer.load_state_dict(state)
+    for g in grads[2:]:
+        param.grad = g
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), adam_reference(value, *grads, lr=0.1))
+
+
+def test_checkpoint_of_another_model_changes_nothing(device):
+    param = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = run_steps([param], [[torch.ones(4, device=device)]])
+    before = copy.deepcopy(optimizer.state_dict())
+    other = run_steps([torch.nn.Parameter(torch.ones(5))], [[torch.ones(5)]]).state_dict()
+    with pytest.raises(ValueError, match=r"'exp_avg' has shape \[5\].*\[4\] float32"):
+        optimizer.load_state_dict(other)
+    two = FusedAdam([torch.nn.Parameter(torch.ones(4)) for _ in range(2)]).state_dict()
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters.*groups of \[2\]"):
+        optimizer.load_state_dict(two)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, value in before["state"][0].items():
+        assert torch.equal(after["state"][0][key], value)
+
+
+def test_deepcopy_keeps_the_mode(device):
+    param = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = FusedAdam([param], lr=0.1, weight_decay=0.5, adam_w_mode=False)
+    clone = copy.deepcopy(optimizer)
+    assert clone.adam_w_mode == 0
+    own = clone.param_groups[0]["params"][0]
+    for p, o in ((param, optimizer), (own, clone)):
+        p.grad = torch.ones_like(p)
+        o.step()
+    assert torch.equal(param, own)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_grad_scaler_skips_and_unscales(capturable, bad, device):
+    value = torch.randn(17, device=device)
+    param = torch.nn.Parameter(value.clone())
+    optimizer = FusedAdam([param], lr=0.1, capturable=capturable)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    grads = [torch.randn_like(value) for _ in range(2)]
+
+    def scaled_step(grad):
+        scaler.scale(torch.zeros(1, device=device))  # as after a backward of a scaled loss
+        param.grad = grad * scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaled_step(grads[0])
+    held = param.detach().clone()
+    scaled_step(torch.full_like(value, bad))
+    assert torch.equal(param.detach(), held)
+    assert scaler.get_scale() == 512.0
+    scaled_step(grads[1])
+    assert int(optimizer.param_groups[0]["step"]) == 2
+    expected = adam_reference(value.double(), *(g.double() for g in grads), lr=0.1)
+    torch.testing.assert_close(param.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_capturable_keeps_its_numbers_on_the_device(device):
+    param = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = run_steps([param], [[torch.ones_like(param)]], capturable=True)
+    group = optimizer.param_groups[0]
+    assert group["lr"].device.type == torch.device(device).type
+    assert group["lr"].dtype == torch.float32
+    assert group["step"].dtype == torch.int32
+    assert group["step"].shape == (1,)
+    group["lr"].fill_(0.0)  # a scheduler changes the learning rate between replays
+    before = param.detach().clone()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(param.detach(), before)
+
+
+def test_learning_rate_schedulers_drive_it(device):
+    param = torch.nn.Parameter(torch.zeros(3, device=device, dtype=torch.float64))
+    optimizer = FusedAdam([param], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(param.detach(), torch.full_like(param, -1.1), rtol=1e-6, atol=0)
+
+
+def test_hooks_and_closure_run(device):
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = FusedAdam([param], lr=0.1)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure():
+        calls.append("closure")
+        loss = (param * 2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 6.0
+    assert calls == ["pre", "closure", "post"]
+    assert torch.all(param < 1)
+
+
+def test_zero_grad_obeys_set_grad_none(device):
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    for set_grad_none, argument, expect_none in [
+        (True, None, True),
+        (False, None, False),
+        (True, False, False),
+        (False, True, True),
+    ]:
+        optimizer = FusedAdam([param], set_grad_none=set_grad_none)
+        param.grad = torch.ones_like(param)
+        optimizer.zero_grad() if argument is None else optimizer.zero_grad(set_to_none=argument)
+        assert (param.grad is None) == expect_none
+        assert expect_none or torch.count_nonzero(param.grad) == 0
+
+
+def test_inf_and_nan_propagate(device):
+    param = torch.nn.Parameter(torch.ones(130, device=device))
+    grad = torch.zeros(130, device=device)
+    grad[3], grad[129] = float("nan"), float("inf")
+    run_steps([param], [[grad]], lr=0.1)
+    finite = torch.isfinite(param)
+    assert not finite[3]
+    assert not finite[129]
+    assert finite.sum() == 128
+
+
+def snapshot(params, optimizer):
+    return [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("several_buckets", [False, True])
+@pytest.mark.parametrize("warm", [False, True], ids=["first_step", "later_step"])
+def test_a_failed_step_changes_nothing(warm, several_buckets, device):
+    """Autograd refuses gradients of another dtype, shape or device; sparse ones come through."""
+    dtypes = [torch.float32, torch.bfloat16 if several_buckets else torch.float32]
+    params = [torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=d)) for d in dtypes]
+    optimizer = FusedAdam(params, lr=0.1)
+    if warm:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    values, state = snapshot(params, optimizer)
+    params[0].grad = torch.ones_like(params[0])
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+    with pytest.raises(RuntimeError, match="is sparse"):
+        optimizer.step()
+    after_values, after_state = snapshot(params, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(values, after_values, strict=True))
+    assert state.keys() == after_state.keys()
+    for index, entry in state.items():
+        assert all(torch.equal(entry[k], after_state[index][k]) for k in entry)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "lr must be >= 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be in \[0, 1\), got 1.0"),
+        ({"betas": (-0.1, 0.9)}, ValueError, r"betas\[0\]"),
+        ({"eps": -1e-8}, ValueError, "eps must be >= 0"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay must be >= 0, got nan"),
+        ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \[2\]"),
+        ({"amsgrad": True}, RuntimeError, "amsgrad"),
+    ],
+)
+def test_bad_hyper_parameters(options, error, message):
+    with pytest.raises(error, match=message):
+        FusedAdam([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_bad_parameters_and_arguments():
+    complex_param = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"params\[0\] must be float64.*complex64"):
+        FusedAdam([complex_param])
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([param])
+    with pytest.raises(TypeError, match="params"):
+        optimizer.add_param_group({"params": [complex_param]})
+    assert len(optimizer.param_groups) == 1
+    for name in ("grads", "output_params", "scale", "grad_norms", "grad_scaler"):
+        with pytest.raises(RuntimeError, match=name):
+            optimizer.step(**{name: [1]})
+    with pytest.raises(TypeError, match="unexpected"):
+        optimizer.step(nothing=None)
+    assert optimizer.step(grads=None) is None
+
+
+def test_a_strided_parameter_is_refused(device):
+    param = torch.nn.Parameter(torch.ones(8, 4, device=device)[:, ::2])
+    param.grad = torch.ones(8, 2, device=device)
+    with pytest.raises(RuntimeError, match="not contiguous"):
+        FusedAdam([param]).step()
+
+
+def lists(device, dtype=torch.float32, sizes=(5, 130)):
+    def make():
+        return [torch.randn(n, device=device, dtype=dtype) for n in sizes]
+
+    states = [[t.float().abs() for t in make()] for _ in range(2)]
+    return [make(), make(), *states, []]
+
+
+def test_ops_pass_opcheck(device):
+    hyper = (0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
+    samples = [(*lists(device, dtype), *hyper) for dtype in (torch.float32, torch.bfloat16)]
+    with_masters = lists(device, torch.bfloat16)
+    with_masters[4] = [p.float() for p in with_masters[0]]
+    opcheck_samples(adam_step, [*samples, (*with_masters, *hyper)])
+
+    scalars = [torch.ones(1, device=device) for _ in range(3)]
+    step = torch.ones(1, dtype=torch.int32, device=device)
+    capturable = (scalars[0], step, scalars[1], scalars[2] * 0, *hyper[1:5], True, False)
+    opcheck_samples(
+        adam_step_capturable,
+        [
+            (*lists(device), *capturable),
+            (*lists(device), scalars[0], step, None, None, *hyper[1:5], True, True),
+        ],
+    )
+
+
+def test_step_op_compiles_into_one_graph(device):
+    def update(params, grads, exp_avgs, exp_avg_sqs):
+        adam_step(
+            params, grads, exp_avgs, exp_avg_sqs, [], 0.1, 0.9, 0.99, 1e-8, 0.0, 1, True, True
+        )
+        return [p * 2 for p in params]
+
+    eager = lists(device)[:4]
+    compiled = copy.deepcopy(eager)
+    expected = update(*eager)
+    actual = torch.compile(update, fullgraph=True)(*compiled)
+    for a, b in zip(expected + eager[0], actual + compiled[0], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_op_names_the_mismatched_tensor(device):
+    p, g, m, v, _ = lists(device)
+    hyper = ([], 0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
+    with pytest.raises(RuntimeError, match=r"grads\[1\] is \[4\] float32"):
+        adam_step(p, [g[0], g[1][:4]], m, v, *hyper)
+    with pytest.raises(RuntimeError, match="params are float32, but grads are float64"):
+        adam_step(p, [t.double() for t in g], m, v, *hyper)
+    with pytest.raises(RuntimeError, match="exp_avgs has 1 tensors, but params has 2"):
+        adam_step(p, g, m[:1], v, *hyper)
+    with pytest.raises(RuntimeError, match="exp_avgs must be float32"):
+        adam_step(p, g, [t.double() for t in m], [t.double() for t in v], *hyper)
+    meta = [t.to("meta") for t in p]
+    assert adam_step(meta, meta, meta, meta, *hyper) is None  # shapes only: nothing to do
