@@ -1,16 +1,14 @@
-"""FusedAdam against float64 torch.optim, over dtypes, sizes, layouts, options and checkpoints."""
+"""FusedAdam's steps against float64, over dtypes, sizes, layouts and options."""
 
 import copy
-import io
 
 import pytest
 import torch
 
 from apex.optimizers import FusedAdam
-from apex.optimizers.fused_adam.ops import adam_step, adam_step_capturable
 from apex_testkit import FLOATS, assert_as_accurate_as
 from apex_testkit.grids import HALVES
-from apex_testkit.opcheck import opcheck_samples
+from apex_testkit.optimizers import adam_reference, run_steps
 
 SIZES = {
     "one": [1],
@@ -22,33 +20,6 @@ SIZES = {
 }
 
 
-def adam_reference(p, *grads, lr, weight_decay=0.0, eps=1e-8, adam_w_mode=True, **options):
-    """The formula, step by step, in the dtype of its inputs (torch.optim rounds 16-bit moments)."""
-    beta1, beta2 = options.get("betas", (0.9, 0.999))
-    correct = options.get("bias_correction", True)
-    m, v = torch.zeros_like(p), torch.zeros_like(p)
-    for t, g in enumerate(grads, start=1):
-        if not adam_w_mode:
-            g = g + weight_decay * p
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        c1, c2 = (1 - beta1**t, 1 - beta2**t) if correct else (1, 1)
-        update = (m / c1) / ((v / c2).sqrt() + eps)
-        if adam_w_mode:
-            update = update + weight_decay * p
-        p = p - lr * update
-    return p
-
-
-def run_steps(params, grads_per_step, **hyper):
-    optimizer = FusedAdam(params, **hyper)
-    for grads in grads_per_step:
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-    return optimizer
-
-
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
@@ -57,7 +28,7 @@ def test_follows_the_formula(sizes, dtype, adam_w_mode, device):
     values = [torch.randn(n, device=device, dtype=dtype) for n in sizes]
     grads = [[torch.randn_like(v) for v in values] for _ in range(3)]
     params = [torch.nn.Parameter(v.clone()) for v in values]
-    run_steps(params, grads, **hyper)
+    run_steps(FusedAdam, params, grads, **hyper)
     for i, (p, v) in enumerate(zip(params, values, strict=True)):
         if v.numel():
             own = [g[i] for g in grads]
@@ -83,7 +54,7 @@ def test_options_follow_the_formula(hyper, device):
     grads = [torch.randn_like(value) for _ in range(5)]
     param = torch.nn.Parameter(value.clone())
     options = {"lr": 1e-2, "weight_decay": 0.01, **hyper}
-    run_steps([param], [[g] for g in grads], **options)
+    run_steps(FusedAdam, [param], [[g] for g in grads], **options)
     options["lr"] = float(options["lr"])
     assert_as_accurate_as(
         lambda p, *g: adam_reference(p, *g, **options), param.detach(), value, *grads, ulps=5
@@ -114,7 +85,7 @@ def test_memory_formats_of_parameter_and_gradient(memory_format, grad_format, de
     value = torch.randn(4, 5, 3, 7, device=device).to(memory_format=memory_format)
     grad = torch.randn(4, 5, 3, 7, device=device).to(memory_format=grad_format)
     param = torch.nn.Parameter(value.clone())
-    run_steps([param], [[grad]], lr=0.1)
+    run_steps(FusedAdam, [param], [[grad]], lr=0.1)
     assert param.stride() == value.stride()
     assert_as_accurate_as(lambda p, g: adam_reference(p, g, lr=0.1), param.detach(), value, grad)
 
@@ -123,7 +94,7 @@ def test_dtypes_mix_in_one_group(device):
     values = [torch.randn(65, device=device, dtype=d) for d in FLOATS]
     params = [torch.nn.Parameter(v.clone()) for v in values]
     grads = [torch.randn_like(v) for v in values]
-    run_steps(params, [grads], lr=0.1)
+    run_steps(FusedAdam, params, [grads], lr=0.1)
     for p, v, g in zip(params, values, grads, strict=True):
         assert_as_accurate_as(lambda p, g: adam_reference(p, g, lr=0.1), p.detach(), v, g)
 
@@ -134,7 +105,7 @@ def test_state_is_wide_and_in_the_parameters_format(device):
             memory_format=torch.channels_last
         )
     )
-    optimizer = run_steps([param], [[torch.ones_like(param)]])
+    optimizer = run_steps(FusedAdam, [param], [[torch.ones_like(param)]])
     for key in ("exp_avg", "exp_avg_sq"):
         assert optimizer.state[param][key].dtype == torch.float32
         assert optimizer.state[param][key].stride() == param.stride()
@@ -148,7 +119,9 @@ def test_master_weights_collect_steps_below_one_ulp(dtype, capturable, device):
     start = torch.full((257,), 1.0, device=device, dtype=dtype)
     grads = [[torch.full_like(start, 0.5)] for _ in range(100)]
     param = torch.nn.Parameter(start.clone())
-    optimizer = run_steps([param], grads, lr=1e-4, master_weights=True, capturable=capturable)
+    optimizer = run_steps(
+        FusedAdam, [param], grads, lr=1e-4, master_weights=True, capturable=capturable
+    )
     master = optimizer.param_groups_master[0]["params"][0]
     expected = adam_reference(start.double(), *(g[0].double() for g in grads), lr=1e-4)
     torch.testing.assert_close(master.double(), expected, rtol=1e-5, atol=0)  # 100 float32 steps
@@ -184,7 +157,7 @@ def test_frozen_parameters_count_their_own_steps(device):
 
 def test_replaced_state_and_gradient_tensors_are_noticed(device):
     param = torch.nn.Parameter(torch.zeros(9, device=device))
-    optimizer = run_steps([param], [[torch.ones(9, device=device)]], lr=0.1)
+    optimizer = run_steps(FusedAdam, [param], [[torch.ones(9, device=device)]], lr=0.1)
     optimizer.state[param]["exp_avg"] = torch.zeros(9, device=device)
     optimizer.state[param]["exp_avg_sq"] = torch.ones(9, device=device)
     before = param.detach().clone()
@@ -195,101 +168,6 @@ def test_replaced_state_and_gradient_tensors_are_noticed(device):
     param.grad = torch.ones(9, device=device)
     optimizer.step()
     assert torch.count_nonzero(optimizer.state[param]["exp_avg"]) == 9
-
-
-def save_and_load(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("master_weights", [False, True])
-def test_checkpoint_continues_bit_for_bit(dtype, master_weights, device):
-    value = torch.randn(37, device=device, dtype=dtype)
-    grads = [[torch.randn_like(value)] for _ in range(6)]
-    options = {"lr": 0.1, "weight_decay": 0.01, "master_weights": master_weights}
-    straight = torch.nn.Parameter(value.clone())
-    run_steps([straight], grads, **options)
-
-    param = torch.nn.Parameter(value.clone())
-    saved = save_and_load(run_steps([param], grads[:3], **options).state_dict())
-    resumed = torch.nn.Parameter(param.detach().clone())
-    optimizer = FusedAdam([resumed], **options)
-    optimizer.load_state_dict(saved)
-    for g in grads[3:]:
-        resumed.grad = g[0].clone()
-        optimizer.step()
-    assert torch.equal(resumed, straight)
-
-
-@pytest.mark.parametrize("direction", ["from_torch", "to_torch"])
-def test_checkpoints_exchange_with_torch_adamw(direction, device):
-    torch.manual_seed(1)
-    values = [torch.randn(n, device=device, dtype=torch.float64) for n in (3, 8)]
-    grads = [[torch.randn_like(v) for v in values] for _ in range(6)]
-    classes = [torch.optim.AdamW, FusedAdam]
-    if direction == "to_torch":
-        classes.reverse()
-    params = [torch.nn.Parameter(v.clone()) for v in values]
-    optimizer = classes[0](params, lr=0.1, weight_decay=0.1)
-    for step_grads in grads[:3]:
-        for p, g in zip(params, step_grads, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-    following = classes[1](params, lr=0.1, weight_decay=0.1)
-    following.load_state_dict(save_and_load(optimizer.state_dict()))
-    for step_grads in grads[3:]:
-        for p, g in zip(params, step_grads, strict=True):
-            p.grad = g.clone()
-        following.step()
-    for i, (p, v) in enumerate(zip(params, values, strict=True)):
-        expected = adam_reference(v, *(g[i] for g in grads), lr=0.1, weight_decay=0.1)
-        torch.testing.assert_close(p.detach(), expected)
-
-
-def test_checkpoint_in_apex_layout_with_group_step(device):
-    """Apex keeps the step in the group and nothing of it per parameter."""
-    value = torch.randn(5, device=device, dtype=torch.float64)
-    grads = [torch.randn_like(value) for _ in range(4)]
-    param = torch.nn.Parameter(value.clone())
-    state = run_steps([param], [[g] for g in grads[:2]], lr=0.1).state_dict()
-    del state["state"][0]["step"]
-    optimizer = FusedAdam([param], lr=0.1)
-    optimizer.load_state_dict(state)
-    for g in grads[2:]:
-        param.grad = g
-        optimizer.step()
-    torch.testing.assert_close(param.detach(), adam_reference(value, *grads, lr=0.1))
-
-
-def test_checkpoint_of_another_model_changes_nothing(device):
-    param = torch.nn.Parameter(torch.ones(4, device=device))
-    optimizer = run_steps([param], [[torch.ones(4, device=device)]])
-    before = copy.deepcopy(optimizer.state_dict())
-    other = run_steps([torch.nn.Parameter(torch.ones(5))], [[torch.ones(5)]]).state_dict()
-    with pytest.raises(ValueError, match=r"'exp_avg' has shape \[5\].*\[4\] float32"):
-        optimizer.load_state_dict(other)
-    two = FusedAdam([torch.nn.Parameter(torch.ones(4)) for _ in range(2)]).state_dict()
-    with pytest.raises(ValueError, match=r"groups of \[1\] parameters.*groups of \[2\]"):
-        optimizer.load_state_dict(two)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for key, value in before["state"][0].items():
-        assert torch.equal(after["state"][0][key], value)
-
-
-def test_deepcopy_keeps_the_mode(device):
-    param = torch.nn.Parameter(torch.ones(4, device=device))
-    optimizer = FusedAdam([param], lr=0.1, weight_decay=0.5, adam_w_mode=False)
-    clone = copy.deepcopy(optimizer)
-    assert clone.adam_w_mode == 0
-    own = clone.param_groups[0]["params"][0]
-    for p, o in ((param, optimizer), (own, clone)):
-        p.grad = torch.ones_like(p)
-        o.step()
-    assert torch.equal(param, own)
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -320,7 +198,7 @@ def test_grad_scaler_skips_and_unscales(capturable, bad, device):
 
 def test_capturable_keeps_its_numbers_on_the_device(device):
     param = torch.nn.Parameter(torch.ones(4, device=device))
-    optimizer = run_steps([param], [[torch.ones_like(param)]], capturable=True)
+    optimizer = run_steps(FusedAdam, [param], [[torch.ones_like(param)]], capturable=True)
     group = optimizer.param_groups[0]
     assert group["lr"].device.type == torch.device(device).type
     assert group["lr"].dtype == torch.float32
@@ -381,133 +259,8 @@ def test_inf_and_nan_propagate(device):
     param = torch.nn.Parameter(torch.ones(130, device=device))
     grad = torch.zeros(130, device=device)
     grad[3], grad[129] = float("nan"), float("inf")
-    run_steps([param], [[grad]], lr=0.1)
+    run_steps(FusedAdam, [param], [[grad]], lr=0.1)
     finite = torch.isfinite(param)
     assert not finite[3]
     assert not finite[129]
     assert finite.sum() == 128
-
-
-def snapshot(params, optimizer):
-    return [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])
-
-
-@pytest.mark.parametrize("several_buckets", [False, True])
-@pytest.mark.parametrize("warm", [False, True], ids=["first_step", "later_step"])
-def test_a_failed_step_changes_nothing(warm, several_buckets, device):
-    """Autograd refuses gradients of another dtype, shape or device; sparse ones come through."""
-    dtypes = [torch.float32, torch.bfloat16 if several_buckets else torch.float32]
-    params = [torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=d)) for d in dtypes]
-    optimizer = FusedAdam(params, lr=0.1)
-    if warm:
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    values, state = snapshot(params, optimizer)
-    params[0].grad = torch.ones_like(params[0])
-    params[1].grad = torch.ones_like(params[1]).to_sparse()
-    with pytest.raises(RuntimeError, match="is sparse"):
-        optimizer.step()
-    after_values, after_state = snapshot(params, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(values, after_values, strict=True))
-    assert state.keys() == after_state.keys()
-    for index, entry in state.items():
-        assert all(torch.equal(entry[k], after_state[index][k]) for k in entry)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lr": -1.0}, ValueError, "lr must be >= 0, got -1.0"),
-        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be in \[0, 1\), got 1.0"),
-        ({"betas": (-0.1, 0.9)}, ValueError, r"betas\[0\]"),
-        ({"eps": -1e-8}, ValueError, "eps must be >= 0"),
-        ({"weight_decay": float("nan")}, ValueError, "weight_decay must be >= 0, got nan"),
-        ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \[2\]"),
-        ({"amsgrad": True}, RuntimeError, "amsgrad"),
-    ],
-)
-def test_bad_hyper_parameters(options, error, message):
-    with pytest.raises(error, match=message):
-        FusedAdam([torch.nn.Parameter(torch.ones(1))], **options)
-
-
-def test_bad_parameters_and_arguments():
-    complex_param = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"params\[0\] must be float64.*complex64"):
-        FusedAdam([complex_param])
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = FusedAdam([param])
-    with pytest.raises(TypeError, match="params"):
-        optimizer.add_param_group({"params": [complex_param]})
-    assert len(optimizer.param_groups) == 1
-    for name in ("grads", "output_params", "scale", "grad_norms", "grad_scaler"):
-        with pytest.raises(RuntimeError, match=name):
-            optimizer.step(**{name: [1]})
-    with pytest.raises(TypeError, match="unexpected"):
-        optimizer.step(nothing=None)
-    assert optimizer.step(grads=None) is None
-
-
-def test_a_strided_parameter_is_refused(device):
-    param = torch.nn.Parameter(torch.ones(8, 4, device=device)[:, ::2])
-    param.grad = torch.ones(8, 2, device=device)
-    with pytest.raises(RuntimeError, match="not contiguous"):
-        FusedAdam([param]).step()
-
-
-def lists(device, dtype=torch.float32, sizes=(5, 130)):
-    def make():
-        return [torch.randn(n, device=device, dtype=dtype) for n in sizes]
-
-    states = [[t.float().abs() for t in make()] for _ in range(2)]
-    return [make(), make(), *states, []]
-
-
-def test_ops_pass_opcheck(device):
-    hyper = (0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
-    samples = [(*lists(device, dtype), *hyper) for dtype in (torch.float32, torch.bfloat16)]
-    with_masters = lists(device, torch.bfloat16)
-    with_masters[4] = [p.float() for p in with_masters[0]]
-    opcheck_samples(adam_step, [*samples, (*with_masters, *hyper)])
-
-    scalars = [torch.ones(1, device=device) for _ in range(3)]
-    step = torch.ones(1, dtype=torch.int32, device=device)
-    capturable = (scalars[0], step, scalars[1], scalars[2] * 0, *hyper[1:5], True, False)
-    opcheck_samples(
-        adam_step_capturable,
-        [
-            (*lists(device), *capturable),
-            (*lists(device), scalars[0], step, None, None, *hyper[1:5], True, True),
-        ],
-    )
-
-
-def test_step_op_compiles_into_one_graph(device):
-    def update(params, grads, exp_avgs, exp_avg_sqs):
-        adam_step(
-            params, grads, exp_avgs, exp_avg_sqs, [], 0.1, 0.9, 0.99, 1e-8, 0.0, 1, True, True
-        )
-        return [p * 2 for p in params]
-
-    eager = lists(device)[:4]
-    compiled = copy.deepcopy(eager)
-    expected = update(*eager)
-    actual = torch.compile(update, fullgraph=True)(*compiled)
-    for a, b in zip(expected + eager[0], actual + compiled[0], strict=True):
-        assert torch.equal(a, b)
-
-
-def test_op_names_the_mismatched_tensor(device):
-    p, g, m, v, _ = lists(device)
-    hyper = ([], 0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
-    with pytest.raises(RuntimeError, match=r"grads\[1\] is \[4\] float32"):
-        adam_step(p, [g[0], g[1][:4]], m, v, *hyper)
-    with pytest.raises(RuntimeError, match="params are float32, but grads are float64"):
-        adam_step(p, [t.double() for t in g], m, v, *hyper)
-    with pytest.raises(RuntimeError, match="exp_avgs has 1 tensors, but params has 2"):
-        adam_step(p, g, m[:1], v, *hyper)
-    with pytest.raises(RuntimeError, match="exp_avgs must be float32"):
-        adam_step(p, g, [t.double() for t in m], [t.double() for t in v], *hyper)
-    meta = [t.to("meta") for t in p]
-    assert adam_step(meta, meta, meta, meta, *hyper) is None  # shapes only: nothing to do

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._gradients import describe
-from .buckets import Bucket, BucketCache, state_dtype
+from .buckets import Bucket, BucketCache
+from .checks import check_hyper, check_legacy, check_params
 from .ops import adam_step, adam_step_capturable
-from .state import LEGACY_KEYS, complete_groups, load_adam_state, separate_steps
+from .state import complete_groups, load_adam_state, separate_steps
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -128,12 +128,12 @@ class FusedAdam(torch.optim.Optimizer):
             ValueError: a hyper-parameter of the group is out of range.
             TypeError: a parameter is not real floating point.
         """
-        _check_hyper({**self.defaults, **param_group})
+        check_hyper({**self.defaults, **param_group})
         before = len(self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_params(group["params"])
+            check_params(group["params"])
         except TypeError:
             del self.param_groups[before:]
             raise
@@ -196,7 +196,7 @@ class FusedAdam(torch.optim.Optimizer):
             RuntimeError: a legacy argument is not None, or a gradient cannot be used; nothing is
                 changed then.
         """
-        _check_legacy(legacy)
+        check_legacy(legacy)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -265,45 +265,3 @@ class FusedAdam(torch.optim.Optimizer):
                 group["step"] = own[0].step_tensor
             else:
                 group["step"] = max(group.get("step", 0) + 1, *(b.step_number for b in own))
-
-
-def _check_hyper(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"FusedAdam: lr must have one element, got shape {list(lr.shape)}.")
-    elif not lr >= 0:
-        raise ValueError(f"FusedAdam: lr must be >= 0, got {lr}.")
-    for index, beta in enumerate(group["betas"]):
-        if not 0 <= beta < 1:
-            raise ValueError(f"FusedAdam: betas[{index}] must be in [0, 1), got {beta}.")
-    if not group["eps"] >= 0:
-        raise ValueError(f"FusedAdam: eps must be >= 0, got {group['eps']}.")
-    if not group["weight_decay"] >= 0:
-        raise ValueError(f"FusedAdam: weight_decay must be >= 0, got {group['weight_decay']}.")
-
-
-def _check_params(params: list[Tensor]) -> None:
-    for index, param in enumerate(params):
-        if state_dtype(param) is None:
-            raise TypeError(
-                f"FusedAdam: params[{index}] must be float64, float32, float16 or bfloat16, got "
-                f"{describe(param)}."
-            )
-
-
-def _check_legacy(legacy: dict[str, Any]) -> None:
-    unknown = set(legacy) - LEGACY_KEYS
-    if unknown:
-        raise TypeError(f"FusedAdam.step: unexpected arguments {sorted(unknown)}.")
-    if legacy.get("grad_scaler") is not None:
-        raise RuntimeError(
-            "FusedAdam.step: grad_scaler is not taken as an argument; call "
-            "grad_scaler.step(optimizer), which hands over scale and overflow flag."
-        )
-    for name, value in legacy.items():
-        if value is not None:
-            raise RuntimeError(
-                f"FusedAdam.step: {name} was an argument of a deprecated optimizer and must be "
-                "None. Set the parameters' .grad, then call step()."
-            )

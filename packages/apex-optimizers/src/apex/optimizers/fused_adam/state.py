@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .._gradients import describe
 
-LEGACY_KEYS = frozenset({"grads", "output_params", "scale", "grad_norms", "grad_scaler"})
-
 _MOMENTS = ("exp_avg", "exp_avg_sq", "master_param")
 
 

@@ -1,0 +1,76 @@
+"""Bad input to FusedAdam: clear errors, and nothing changed."""
+
+import copy
+
+import pytest
+import torch
+
+from apex.optimizers import FusedAdam
+
+
+def snapshot(params, optimizer):
+    return [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("several_buckets", [False, True])
+@pytest.mark.parametrize("warm", [False, True], ids=["first_step", "later_step"])
+def test_a_failed_step_changes_nothing(warm, several_buckets, device):
+    """Autograd refuses gradients of another dtype, shape or device; sparse ones come through."""
+    dtypes = [torch.float32, torch.bfloat16 if several_buckets else torch.float32]
+    params = [torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=d)) for d in dtypes]
+    optimizer = FusedAdam(params, lr=0.1)
+    if warm:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    values, state = snapshot(params, optimizer)
+    params[0].grad = torch.ones_like(params[0])
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+    with pytest.raises(RuntimeError, match="is sparse"):
+        optimizer.step()
+    after_values, after_state = snapshot(params, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(values, after_values, strict=True))
+    assert state.keys() == after_state.keys()
+    for index, entry in state.items():
+        assert all(torch.equal(entry[k], after_state[index][k]) for k in entry)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "lr must be >= 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be in \[0, 1\), got 1.0"),
+        ({"betas": (-0.1, 0.9)}, ValueError, r"betas\[0\]"),
+        ({"eps": -1e-8}, ValueError, "eps must be >= 0"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay must be >= 0, got nan"),
+        ({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got shape \[2\]"),
+        ({"amsgrad": True}, RuntimeError, "amsgrad"),
+    ],
+)
+def test_bad_hyper_parameters(options, error, message):
+    with pytest.raises(error, match=message):
+        FusedAdam([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_bad_parameters_and_arguments():
+    complex_param = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"params\[0\] must be float64.*complex64"):
+        FusedAdam([complex_param])
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([param])
+    with pytest.raises(TypeError, match="params"):
+        optimizer.add_param_group({"params": [complex_param]})
+    assert len(optimizer.param_groups) == 1
+    for name in ("grads", "output_params", "scale", "grad_norms", "grad_scaler"):
+        with pytest.raises(RuntimeError, match=name):
+            optimizer.step(**{name: [1]})
+    with pytest.raises(TypeError, match="unexpected"):
+        optimizer.step(nothing=None)
+    assert optimizer.step(grads=None) is None
+
+
+def test_a_strided_parameter_is_refused(device):
+    param = torch.nn.Parameter(torch.ones(8, 4, device=device)[:, ::2])
+    param.grad = torch.ones(8, 2, device=device)
+    with pytest.raises(RuntimeError, match="not contiguous"):
+        FusedAdam([param]).step()
