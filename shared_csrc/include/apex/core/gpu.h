@@ -23,6 +23,14 @@ APEX_DEVICE T shuffle_xor(T value, int mask) {
 #endif
 }
 
+template <class T, int N>
+APEX_DEVICE Array<T, N> shuffle_xor(const Array<T, N>& values, int mask) {
+  Array<T, N> result;
+#pragma unroll
+  for (int n = 0; n < N; ++n) result[n] = shuffle_xor(values[n], mask);
+  return result;
+}
+
 APEX_DEVICE void sync_group() {
 #if defined(APEX_CUDA)
   __syncwarp();

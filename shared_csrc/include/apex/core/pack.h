@@ -28,24 +28,42 @@ APEX_HD void store_pack(S* target, const T (&values)[N]) {
 }
 
 #if defined(__F16C__)
-// Compilers do not vectorize _Float16 conversions before GCC 13. 256-bit vectors at every level: the
-// 512-bit intrinsics of GCC 12 warn about their own undefined operands.
+// Compilers do not vectorize _Float16 conversions before GCC 13. Vectors are as wide as those of the
+// loops around: reading two stores by one load stalls. The masked intrinsics are the plain ones to
+// the compiler, without GCC 12's warning about the undefined operand of the latter.
 template <int N>
 APEX_HD void load_pack(const Half* source, float (&values)[N]) {
+#if defined(__AVX512F__)
+  static_assert(N % 16 == 0);
+  for (int i = 0; i < N; i += 16) {
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i));
+    _mm512_storeu_ps(values + i, _mm512_maskz_cvtph_ps(0xffff, bits));
+  }
+#else
   static_assert(N % 8 == 0);
   for (int i = 0; i < N; i += 8) {
     __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
     _mm256_storeu_ps(values + i, _mm256_cvtph_ps(bits));
   }
+#endif
 }
 
 template <int N>
 APEX_HD void store_pack(Half* target, const float (&values)[N]) {
+#if defined(__AVX512F__)
+  static_assert(N % 16 == 0);
+  for (int i = 0; i < N; i += 16) {
+    __m512 floats = _mm512_loadu_ps(values + i);
+    __m256i bits = _mm512_maskz_cvtps_ph(0xffff, floats, _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i), bits);
+  }
+#else
   static_assert(N % 8 == 0);
   for (int i = 0; i < N; i += 8) {
     __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), bits);
   }
+#endif
 }
 #endif  // __F16C__
 

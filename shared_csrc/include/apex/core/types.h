@@ -56,8 +56,7 @@ APEX_HD float to_float(BFloat16 value) {
 APEX_HD BFloat16 to_bfloat16(float value) {
   uint32_t bits = bit_cast<uint32_t>(value);
   uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return {static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded)};
+  return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
 }
 
 // Storage to compute type and back; exact where To holds all values of From.

@@ -1,9 +1,8 @@
 // Operands of the engines: how each is stored, whether it is read, and whether it is written.
 #pragma once
 
-#include <vector>
-
 #include "apex/core/pack.h"
+#include "apex/core/table.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -22,16 +21,6 @@ template <class S>
 struct InOut {
   using storage = S;
   static constexpr bool kRead = true, kWritten = true;
-};
-
-// Tensor lists as raw memory: `columns` pointers and one element count per tensor.
-struct TensorTable {
-  int columns = 0;
-  std::vector<void*> data;     // [tensors, columns]
-  std::vector<int64_t> numel;  // [tensors]; tensors without elements are left out
-
-  int64_t tensors() const { return static_cast<int64_t>(numel.size()); }
-  void* const* row(int64_t tensor) const { return data.data() + tensor * columns; }
 };
 
 // A functor whose hyper-parameters live on the device turns itself into one of plain numbers with

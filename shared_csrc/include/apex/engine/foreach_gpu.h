@@ -71,11 +71,12 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
     int flags = 0;
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
-      if (lane >= count) break;
-      if constexpr (kFlags) {
-        flags |= functor(values[I][lane]...);
-      } else {
-        functor(values[I][lane]...);
+      if (lane < count) {
+        if constexpr (kFlags) {
+          flags |= functor(values[I][lane]...);
+        } else {
+          functor(values[I][lane]...);
+        }
       }
     }
     return flags;
@@ -97,9 +98,10 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
     for (int k = 0; k < kForeachPacks; ++k) {
       int64_t offset = begin + (threadIdx.x + static_cast<int64_t>(k) * kForeachThreads) * N;
       int count = static_cast<int>(min(static_cast<int64_t>(N), numel - offset));
-      if (count <= 0) continue;
-      flags |= apply(functor, values[k], count);
-      (store<Columns>(data[I], offset, values[k][I], count), ...);
+      if (count > 0) {
+        flags |= apply(functor, values[k], count);
+        (store<Columns>(data[I], offset, values[k][I], count), ...);
+      }
     }
     return flags;
   }
@@ -118,16 +120,22 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
   }
 };
 
+// Room for a T in shared memory, whose variables must not have constructors.
+template <class T>
+struct alignas(16) RawStorage {
+  char bytes[sizeof(T)];
+};
+
 template <class Prepared, int N, class F, class... Columns>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_kernel(ForeachBatch<sizeof...(Columns)> batch, F functor) {
   using Kernel = ForeachKernel<Prepared, N, std::index_sequence_for<Columns...>, Columns...>;
   // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
-  __shared__ alignas(16) char shared[sizeof(Prepared)];
+  __shared__ RawStorage<Prepared> shared;
   if (skipped(functor)) return;  // the same for all threads: nobody waits at the barrier
-  if (threadIdx.x == 0) *reinterpret_cast<Prepared*>(shared) = prepared(functor);
+  if (threadIdx.x == 0) *reinterpret_cast<Prepared*>(shared.bytes) = prepared(functor);
   __syncthreads();
-  const Prepared plain = *reinterpret_cast<const Prepared*>(shared);
+  const Prepared plain = *reinterpret_cast<const Prepared*>(shared.bytes);
 
   int low = 0, high = batch.tensors - 1;
   while (low < high) {

@@ -3,16 +3,18 @@
 
 #include <algorithm>
 
-#include "apex/engine/lanes_cpu.h"
+#include "apex/core/pack.h"
 #include "apex/engine/columns.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Elements per partial result. Small enough that a float lane adds at most 1,024 terms.
-inline constexpr int64_t kReduceChunk = 65536;
 // Streams read at once by a thread: a single one is bound by memory latency.
 inline constexpr int kReduceStreams = 4;
+// Work per thread, in elements, below which a second thread costs more than it brings.
+inline constexpr int64_t kReduceGrain = 32768;
+// What a tensor costs beside its elements, in elements: decides how threads share small tensors.
+inline constexpr int64_t kReduceTensorCost = 256;
 
 template <class S, class F>
 class ChunkReduction {
@@ -21,81 +23,108 @@ class ChunkReduction {
 
   // Combined terms of data[0:count].
   static T run(const F& functor, const S* data, int64_t count) {
-    alignas(64) T lanes[kReduceStreams][kPack] = {};
-    // Each stream takes a contiguous quarter of whole packs; the rest follows at the end.
-    int64_t stream = count / (kReduceStreams * kPack) * kPack;
-    for (int64_t i = 0; i < stream; i += kPack) {
-      for (int s = 0; s < kReduceStreams; ++s) add(functor, data + s * stream + i, lanes[s]);
-    }
-    int64_t i = kReduceStreams * stream;
-    for (; i + kPack <= count; i += kPack) add(functor, data + i, lanes[0]);
-    for (int lane = 0; i < count; ++i, ++lane) {
-      lanes[1][lane] = F::combine(lanes[1][lane], functor(convert<T>(data[i])));
-    }
-    for (int s = 1; s < kReduceStreams; ++s) {
-      for (int lane = 0; lane < kPack; ++lane) {
-        lanes[0][lane] = F::combine(lanes[0][lane], lanes[s][lane]);
-      }
-    }
-    for (int width = kPack / 2; width > 0; width /= 2) {
-      for (int lane = 0; lane < width; ++lane) {
-        lanes[0][lane] = F::combine(lanes[0][lane], lanes[0][lane + width]);
-      }
-    }
-    return lanes[0][0];
+    if (count < 2 * kReduceStreams * kPack) return run_streams<1>(functor, data, count);
+    return run_streams<kReduceStreams>(functor, data, count);
   }
 
  private:
-  static void add(const F& functor, const S* data, T (&lanes)[kPack]) {
-    Lanes<T, ReadView<S>> pack(ReadView<S>{data});
-    pack.at(0);
+  template <int kStreams>
+  static T run_streams(const F& functor, const S* data, int64_t count) {
+    alignas(64) T lanes[kStreams][kPack] = {};
+    // Each stream takes a contiguous share of whole packs; the rest follows at the end.
+    int64_t stream = count / (kStreams * kPack) * kPack;
+    for (int64_t i = 0; i < stream; i += kPack) {
+      for (int s = 0; s < kStreams; ++s) add(functor, data + s * stream + i, lanes[s]);
+    }
+    int64_t i = kStreams * stream;
+    for (; i + kPack <= count; i += kPack) add(functor, data + i, lanes[0]);
+    if (i < count) add_some(functor, data + i, lanes[0], static_cast<int>(count - i));
+    for (int s = 1; s < kStreams; ++s) fold<kPack>(lanes[0], lanes[s]);
+    fold<kPack / 2>(lanes[0], lanes[0] + kPack / 2);
+    fold<kPack / 4>(lanes[0], lanes[0] + kPack / 4);
+    T result = lanes[0][0];
+    for (int lane = 1; lane < kPack / 4; ++lane) result = F::combine(result, lanes[0][lane]);
+    return result;
+  }
+
+  template <int N>
+  static void fold(T* into, const T* from) {
+    APEX_VECTORIZE
+    for (int lane = 0; lane < N; ++lane) into[lane] = F::combine(into[lane], from[lane]);
+  }
+
+  template <class Loaded>
+  static void add_loaded(const F& functor, const Loaded* values, T* lanes) {
     APEX_VECTORIZE
     for (int lane = 0; lane < kPack; ++lane) {
-      lanes[lane] = F::combine(lanes[lane], pack.call([&](T x) { return functor(x); }, lane));
+      lanes[lane] = F::combine(lanes[lane], functor(convert<T>(values[lane])));
     }
+  }
+
+  static void add(const F& functor, const S* data, T* lanes) {
+    if constexpr (std::is_same_v<S, Half>) {
+      // Compilers do not vectorize this conversion; load_pack() does it by hand.
+      alignas(64) float values[kPack];
+      load_pack(data, values);
+      add_loaded(functor, values, lanes);
+    } else {
+      add_loaded(functor, data, lanes);
+    }
+  }
+
+  static void add_some(const F& functor, const S* data, T* lanes, int count) {
+    alignas(64) compute_t<S> values[kPack];
+    load_some(data, values, count);
+    add_loaded(functor, values, lanes);  // the term of 0 is 0
   }
 };
 
-template <class S, class Context, class F>
-void foreach_reduce(const Context& context, const TensorTable& table, const F& functor,
-                    typename F::value_type* per_tensor, typename F::value_type* total) {
-  using T = typename F::value_type;
-  std::vector<int64_t> first_chunk(table.tensors() + 1, 0);
-  for (int64_t t = 0; t < table.tensors(); ++t) {
-    first_chunk[t + 1] = first_chunk[t] + (table.numel[t] + kReduceChunk - 1) / kReduceChunk;
+// One chunk's partial result, in double where the functor's own type cannot hold it.
+template <class S, class F>
+double reduce_chunk(const F& functor, const S* data, int64_t count) {
+  auto partial = ChunkReduction<S, F>::run(functor, data, count);
+  if constexpr (requires { functor.wide(); } && !std::is_same_v<decltype(partial), double>) {
+    if (!F::is_reliable(partial)) return reduce_chunk(functor.wide(), data, count);
   }
-  int64_t chunks = first_chunk.back();
-  std::vector<T> partials(chunks);
+  return static_cast<double>(partial);
+}
 
-  int64_t elements = 0;
-  for (int64_t numel : table.numel) elements += numel;
-  // Threads share chunks evenly; a thread is worth it from about one chunk's work on.
-  int64_t grain = elements <= kReduceChunk ? chunks : 1;
-  context.parallel_for(0, chunks, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {
-    int64_t tensor =
-        std::upper_bound(first_chunk.begin(), first_chunk.end(), begin) - first_chunk.begin() - 1;
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      while (chunk >= first_chunk[tensor + 1]) ++tensor;
-      int64_t offset = (chunk - first_chunk[tensor]) * kReduceChunk;
-      int64_t count = std::min(kReduceChunk, table.numel[tensor] - offset);
-      const S* data = static_cast<const S*>(table.row(tensor)[0]) + offset;
-      partials[chunk] = ChunkReduction<S, F>::run(functor, data, count);
+template <class S, class Context, class F, class R>
+void foreach_reduce(const Context& context, const TensorTable& table, const F& functor,
+                    R* per_tensor, R* total) {
+  int64_t tensors = table.tensors();
+  std::vector<int64_t> first_chunk(tensors + 1, 0), start(tensors + 1, 0);
+  for (int64_t t = 0; t < tensors; ++t) {
+    first_chunk[t + 1] = first_chunk[t] + (table.numel[t] + kReduceChunk - 1) / kReduceChunk;
+    start[t + 1] = start[t] + table.numel[t] + kReduceTensorCost;
+  }
+  std::vector<double> partials(first_chunk.back());
+  // Threads share elements evenly; one takes the chunks that start within its share.
+  context.parallel_for(0, start.back(), kReduceGrain, [&](int64_t begin, int64_t end) {
+    int64_t t = std::upper_bound(start.begin(), start.end(), begin) - start.begin() - 1;
+    int64_t offset = (begin - start[t] + kReduceChunk - 1) / kReduceChunk * kReduceChunk;
+    for (; t < tensors && start[t] < end; ++t, offset = 0) {
+      const S* data = static_cast<const S*>(table.row(t)[0]);
+      double* partial = partials.data() + first_chunk[t] + offset / kReduceChunk;
+      for (; offset < table.numel[t] && start[t] + offset < end; offset += kReduceChunk) {
+        int64_t count = std::min(kReduceChunk, table.numel[t] - offset);
+        *partial++ = reduce_chunk(functor, data + offset, count);
+      }
     }
   });
 
-  // In double: a list may have very many chunks.
-  double sum = 0;
+  double combined = 0;
   bool finite = true;
-  for (int64_t t = 0; t < table.tensors(); ++t) {
+  for (int64_t t = 0; t < tensors; ++t) {
     double own = 0;
     for (int64_t chunk = first_chunk[t]; chunk < first_chunk[t + 1]; ++chunk) {
-      own = F::combine(own, static_cast<double>(partials[chunk]));
-      finite = finite && is_finite(partials[chunk]);
+      own = F::combine(own, partials[chunk]);
     }
-    sum = F::combine(sum, own);
-    if (per_tensor != nullptr) per_tensor[t] = static_cast<T>(functor.finish(own));
+    finite = finite && is_finite(own);
+    combined = F::combine(combined, own);
+    if (per_tensor != nullptr) per_tensor[t] = static_cast<R>(functor.finish(own));
   }
-  *total = static_cast<T>(functor.finish(sum));
+  *total = static_cast<R>(functor.finish(combined));
   if constexpr (requires { functor.flag; }) {
     if (functor.flag != nullptr && !finite) *functor.flag = 1;
   }

@@ -6,25 +6,12 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int64_t kReduceChunk = 65536;  // elements per block and partial result
-
+// The calling thread's share of data[begin:end), combined.
 template <class F, class S>
-__global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_chunks(ForeachBatch<1> batch, typename F::value_type* partials, F functor) {
+APEX_DEVICE typename F::value_type reduce_share(const F& functor, const S* data, int64_t begin,
+                                                int64_t end) {
   using T = typename F::value_type;
   constexpr int N = pack_size<S>();
-  int low = 0, high = batch.tensors - 1;
-  while (low < high) {
-    int middle = (low + high + 1) / 2;
-    if (batch.first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[low]) * kReduceChunk;
-  int64_t end = min(begin + kReduceChunk, batch.numel[low]);
-  const S* data = static_cast<const S*>(batch.data[low][0]);
   T result = T(0);
   int64_t packs_end = is_aligned<N>(data) ? begin + (end - begin) / N * N : begin;
 #pragma unroll 4
@@ -37,49 +24,74 @@ __global__ void __launch_bounds__(kForeachThreads)
   for (int64_t i = packs_end + threadIdx.x; i < end; i += kForeachThreads) {
     result = F::combine(result, functor(convert<T>(data[i])));
   }
-  result = reduce_row(result, [](T a, T b) { return F::combine(a, b); });
-  if (threadIdx.x == 0) partials[blockIdx.x] = result;
+  return result;
+}
+
+// The block's partial result of data[begin:end), in all its threads.
+template <class F, class S>
+APEX_DEVICE double reduce_chunk(const F& functor, const S* data, int64_t begin, int64_t end) {
+  using T = typename F::value_type;
+  T share = reduce_share(functor, data, begin, end);
+  T partial = reduce_row(share, [](T a, T b) { return F::combine(a, b); });
+  if constexpr (requires { functor.wide(); } && !std::is_same_v<T, double>) {
+    if (!F::is_reliable(partial)) return reduce_chunk(functor.wide(), data, begin, end);
+  }
+  return static_cast<double>(partial);
+}
+
+template <class F, class S>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_reduce_chunks(ForeachBatch<1> batch, double* partials, F functor) {
+  int low = 0, high = batch.tensors - 1;
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    if (batch.first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[low]) * kReduceChunk;
+  int64_t end = min(begin + kReduceChunk, batch.numel[low]);
+  double partial = reduce_chunk(functor, static_cast<const S*>(batch.data[low][0]), begin, end);
+  if (threadIdx.x == 0) partials[blockIdx.x] = partial;
 }
 
 // One block per tensor: its partial results in a fixed order.
 template <class F>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_tensors(ForeachBatch<1> batch, const typename F::value_type* partials,
-                           double* combined, F functor) {
-  using T = typename F::value_type;
+    foreach_reduce_tensors(ForeachBatch<1> batch, const double* partials, double* combined,
+                           F functor) {
   int tensor = blockIdx.x;
   int64_t begin = batch.first_block[tensor];
   int64_t end = begin + (batch.numel[tensor] + kReduceChunk - 1) / kReduceChunk;
   double result = 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += kForeachThreads) {
-    result = F::combine(result, static_cast<double>(partials[i]));
+    result = F::combine(result, partials[i]);
     if constexpr (requires { functor.flag; }) {
-      if (functor.flag != nullptr && !is_finite(static_cast<T>(partials[i]))) *functor.flag = 1;
+      if (functor.flag != nullptr && !is_finite(partials[i])) *functor.flag = 1;
     }
   }
   result = reduce_row(result, [](double a, double b) { return F::combine(a, b); });
   if (threadIdx.x == 0) combined[tensor] = result;
 }
 
-template <class F>
+template <class F, class R>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_total(int64_t tensors, const double* combined,
-                         typename F::value_type* per_tensor, typename F::value_type* total,
+    foreach_reduce_total(int64_t tensors, const double* combined, R* per_tensor, R* total,
                          F functor) {
-  using T = typename F::value_type;
   double result = 0;
   for (int64_t t = threadIdx.x; t < tensors; t += kForeachThreads) {
     result = F::combine(result, combined[t]);
-    if (per_tensor != nullptr) per_tensor[t] = static_cast<T>(functor.finish(combined[t]));
+    if (per_tensor != nullptr) per_tensor[t] = static_cast<R>(functor.finish(combined[t]));
   }
   result = reduce_row(result, [](double a, double b) { return F::combine(a, b); });
-  if (threadIdx.x == 0) *total = static_cast<T>(functor.finish(result));
+  if (threadIdx.x == 0) *total = static_cast<R>(functor.finish(result));
 }
 
-template <class S, class Context, class F>
+template <class S, class Context, class F, class R>
 void foreach_reduce(const Context& context, const TensorTable& table, const F& functor,
-                    typename F::value_type* per_tensor, typename F::value_type* total) {
-  using T = typename F::value_type;
+                    R* per_tensor, R* total) {
   using Batch = ForeachBatch<1>;
   int64_t tensors = table.tensors();
   double* combined = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
@@ -96,15 +108,17 @@ void foreach_reduce(const Context& context, const TensorTable& table, const F& f
       ++batch.tensors;
       ++tensor;
     }
-    T* partials = static_cast<T*>(context.workspace(blocks * sizeof(T)));
-    launch(foreach_reduce_chunks<F, S>, dim3(static_cast<unsigned>(blocks)),
-           dim3(kForeachThreads), 0, context.stream(), batch, partials, functor);
-    context.check_launch("foreach_reduce_chunks");
+    double* partials = static_cast<double*>(context.workspace((blocks + 1) * sizeof(double)));
+    if (blocks > 0) {
+      launch(foreach_reduce_chunks<F, S>, dim3(static_cast<unsigned>(blocks)),
+             dim3(kForeachThreads), 0, context.stream(), batch, partials, functor);
+      context.check_launch("foreach_reduce_chunks");
+    }
     launch(foreach_reduce_tensors<F>, dim3(batch.tensors), dim3(kForeachThreads), 0,
            context.stream(), batch, partials, combined + first, functor);
     context.check_launch("foreach_reduce_tensors");
   }
-  launch(foreach_reduce_total<F>, dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
+  launch(foreach_reduce_total<F, R>, dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
          combined, per_tensor, total, functor);
   context.check_launch("foreach_reduce_total");
 }

@@ -10,8 +10,10 @@
 //            row.out(output), x, row.shared(weight));
 //   row.once([&] { means[row.index()] = mean; });
 //
-// row.in(matrix) reads a row without staging, row.max and row.sums<N> reduce, and every functor sees
-// numbers of type T. A functor of `each` gets its arguments by reference where it writes them.
+// row.in(matrix) reads a row without staging (of a matrix with gaps between rows: row.in(matrix,
+// stride)), row.max and row.sums<N> reduce, row.fold reduces several numbers that depend on each
+// other, row.at repeats an `each` for one column, and every functor sees numbers of type T. A functor
+// of `each` gets its arguments by reference where it writes them.
 // Programs are copied to the GPU by value: members are pointers and numbers.
 #pragma once
 

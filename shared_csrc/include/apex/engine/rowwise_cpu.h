@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "apex/engine/fold_cpu.h"
 #include "apex/engine/lanes_cpu.h"
 
 namespace apex {
@@ -38,6 +39,11 @@ class Row {
   template <class S>
   ReadView<S> in(const S* matrix) const {
     return {matrix + index_ * columns_};
+  }
+  // The same of a matrix whose rows begin `stride` elements apart.
+  template <class S>
+  ReadView<S> in(const S* matrix, int64_t stride) const {
+    return {matrix + index_ * stride};
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
@@ -157,6 +163,23 @@ class Row {
     }
   }
 
+  // A reduction of one's own: functor(Array<T, N>& state, values...) adds a column to a state, which
+  // began as `empty`; merge(a, b) returns the state of both a's columns and b's.
+  template <int N, class F, class Merge, class... Views>
+  Array<T, N> fold(const Array<T, N>& empty, const F& functor, const Merge& merge,
+                   const Views&... views) const {
+    return fold_columns(columns_, empty, functor, merge, views...);
+  }
+
+  // functor(T& value, ...) for one column, after an `each` over the same views.
+  template <class F, class... Views>
+  void at(int64_t column, const F& functor, const Views&... views) const {
+    Lanes<T, Views...> pack(views...);
+    pack.at(column, 1);
+    pack.call(functor, 0);
+    pack.done(1);
+  }
+
   // Once per row, for scalars such as a row's mean.
   template <class F>
   void once(const F& f) const {
@@ -193,7 +216,7 @@ class Row {
     alignas(64) T lanes[N][kPack];
     for (int n = 0; n < N; ++n) load_some(base + n * columns_, lanes[n], count);
     APEX_VECTORIZE
-    for (int lane = 0; lane < kPack; ++lane) {
+    for (int lane = 0; lane < count; ++lane) {
       Array<T, N> sums;
       for (int n = 0; n < N; ++n) sums[n] = lanes[n][lane];
       pack.call_into(functor, sums, lane);

@@ -102,6 +102,10 @@ class Row {
     return {matrix + index_ * columns_};
   }
   template <class S>
+  APEX_DEVICE ReadView<S> in(const S* matrix, int64_t stride) const {
+    return {matrix + index_ * stride};
+  }
+  template <class S>
   APEX_DEVICE WriteView<S> out(S* matrix) const {
     return {matrix + index_ * columns_};
   }
@@ -154,9 +158,29 @@ class Row {
     return reduce_row(largest, Max{});
   }
 
+  template <int N, class F, class Merge, class... Views>
+  APEX_DEVICE Array<T, N> fold(const Array<T, N>& empty, const F& functor, const Merge& merge,
+                               const Views&... views) const {
+    Array<T, N> state = empty;
+    pass([&](auto& pack, int lane) { pack.call_into(functor, state, lane); }, views...);
+    return reduce_row(state, merge);
+  }
+
   template <class F, class... Views>
   APEX_DEVICE void each(const F& functor, const Views&... views) const {
     pass([&](auto& pack, int lane) { pack.call(functor, lane); }, views...);
+  }
+
+  // By the thread that had this column in `each`, so that no barrier is needed between them.
+  template <class F, class... Views>
+  APEX_DEVICE void at(int64_t column, const F& functor, const Views&... views) const {
+    constexpr int N = pack_size<typename Views::storage...>();
+    bool aligned = (view_aligned<N>(views) && ...);
+    if ((aligned ? column / N : column) % blockDim.x != threadIdx.x) return;
+    GpuPack<T, 1, std::index_sequence_for<Views...>, Views...> pack;
+    pack.load_all(column, 1, views...);
+    pack.call(functor, 0);
+    pack.store_all(column, 1, views...);
   }
 
   template <class F>

@@ -48,5 +48,18 @@ S* data(const Tensor& tensor, const char* name) {
   return static_cast<S*>(tensor.data_ptr());
 }
 
+// Memory of a tensor that holds one number of type S on the device of `like`: a flag, a learning rate.
+template <class S>
+S* number_near(const char* op, const char* name, const Tensor& number, const Tensor& like) {
+  bool is_near =
+      number.is_cpu() == like.is_cpu() && number.get_device_index() == like.get_device_index();
+  if (number.numel() != 1 || number.scalar_type() != scalar_type_of<S>() || !is_near) {
+    fail(op, ": ", name, " must be one ", dtype_name(scalar_type_of<S>()),
+         " number on the device of the tensors (", describe(like), "), got ", describe(number),
+         ".");
+  }
+  return static_cast<S*>(number.data_ptr());
+}
+
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

@@ -3,7 +3,7 @@
 
 #include <initializer_list>
 
-#include "apex/engine/columns.h"
+#include "apex/core/table.h"
 #include "apex/torch/check.h"
 
 namespace apex {
@@ -72,7 +72,11 @@ inline void check_pair(const char* op, const NamedList& first, const NamedList& 
        "] is ", describe(b), ".");
 }
 
-inline TensorTable make_table(const char* op, std::initializer_list<NamedList> lists) {
+// Whether tensors without elements get rows of their own: only where rows are results.
+enum class Empty { kLeaveOut, kKeep };
+
+inline TensorTable make_table(const char* op, std::initializer_list<NamedList> lists,
+                              Empty empty = Empty::kLeaveOut) {
   const NamedList& first = *lists.begin();
   TensorTable table;
   for (const NamedList& list : lists) {
@@ -88,11 +92,13 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
   for (const NamedList& list : lists) dtypes.push_back(list.tensors[0].scalar_type());
   int32_t device = first.tensors[0].get_device_index();
   for (size_t i = 0; i < first.tensors.size(); ++i) {
-    check(first.tensors[i].get_device_index() == device, op, ": ", first.name, '[', i,
-          "] is not on the same device as the first tensor: ", describe(first.tensors[i]), ".");
+    if (first.tensors[i].get_device_index() != device) {
+      fail(op, ": ", first.name, '[', i, "] is not on the same device as the first tensor: ",
+           describe(first.tensors[i]), ".");
+    }
     size_t column = 0;
     for (const NamedList& list : lists) check_pair(op, first, list, i, dtypes[column++]);
-    if (first.tensors[i].numel() == 0) continue;
+    if (empty == Empty::kLeaveOut && first.tensors[i].numel() == 0) continue;
     for (const NamedList& list : lists) table.data.push_back(list.tensors[i].data_ptr());
     table.numel.push_back(first.tensors[i].numel());
   }
