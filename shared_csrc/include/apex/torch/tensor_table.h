@@ -4,12 +4,10 @@
 #include <initializer_list>
 
 #include "apex/core/table.h"
-#include "apex/torch/check.h"
+#include "apex/torch/tensor_list.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
-
-using TensorList = std::vector<Tensor>;
 
 // One operand of an op: its name for messages and its tensors. An empty optional list is left out.
 struct NamedList {
@@ -53,13 +51,12 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
 
 // Raises unless tensor i of `list` can be walked in step with tensor i of `first`.
 inline void check_pair(const char* op, const NamedList& first, const NamedList& list, size_t i,
-                       ScalarType dtype) {
-  const Tensor& a = first.tensors[i];
-  const Tensor& b = list.tensors[i];
+                       int32_t dtype, int32_t device) {
+  Tensor a = first.tensors[i], b = list.tensors[i];
   const char* problem = nullptr;
-  if (b.scalar_type() != dtype) {
+  if (list.tensors.facts(i).dtype != dtype) {
     problem = "all tensors of one list must have one dtype";
-  } else if (b.get_device_index() != a.get_device_index() || b.is_cpu() != a.is_cpu()) {
+  } else if (b.get_device_index() != device || b.is_cpu() != a.is_cpu()) {
     problem = "a tensor is not on the same device as the first tensor";
   } else if (b.numel() != a.numel()) {
     problem = "size mismatch: tensors at one index must have the same number of elements";
@@ -88,19 +85,28 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
   table.data.reserve(first.tensors.size() * table.columns);
   table.numel.reserve(first.tensors.size());
 
-  std::vector<ScalarType> dtypes;
-  for (const NamedList& list : lists) dtypes.push_back(list.tensors[0].scalar_type());
-  int32_t device = first.tensors[0].get_device_index();
+  std::vector<TensorFacts> references;  // of each list's first tensor
+  for (const NamedList& list : lists) references.push_back(list.tensors.facts(0));
   for (size_t i = 0; i < first.tensors.size(); ++i) {
-    if (first.tensors[i].get_device_index() != device) {
-      fail(op, ": ", first.name, '[', i, "] is not on the same device as the first tensor: ",
-           describe(first.tensors[i]), ".");
-    }
     size_t column = 0;
-    for (const NamedList& list : lists) check_pair(op, first, list, i, dtypes[column++]);
-    if (empty == Empty::kLeaveOut && first.tensors[i].numel() == 0) continue;
-    for (const NamedList& list : lists) table.data.push_back(list.tensors[i].data_ptr());
-    table.numel.push_back(first.tensors[i].numel());
+    int64_t numel = 0;
+    for (const NamedList& list : lists) {
+      TensorFacts facts = list.tensors.facts(i);
+      if (column == 0) numel = facts.numel;
+      bool plain = facts.dtype == references[column].dtype && facts.numel == numel &&
+                   facts.device_type == references[0].device_type &&
+                   facts.device_index == references[0].device_index && facts.contiguous;
+      if (!plain) {
+        check_pair(op, first, list, i, references[column].dtype, references[0].device_index);
+      }
+      table.data.push_back(facts.data);
+      ++column;
+    }
+    if (numel > 0 || empty == Empty::kKeep) {
+      table.numel.push_back(numel);
+    } else {
+      table.data.resize(table.data.size() - table.columns);
+    }
   }
   return table;
 }

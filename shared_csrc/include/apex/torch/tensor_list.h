@@ -1,0 +1,82 @@
+// An argument Tensor[] of an operator, read without turning every element into an object.
+//
+// torch's own conversion makes a std::vector<Tensor>: for lists of 10,000 tensors its allocations,
+// two per tensor, cost more than the kernel.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "apex/torch/check.h"
+
+namespace apex {
+
+// What walking a tensor's memory needs to know of it.
+struct TensorFacts {
+  void* data;
+  int64_t numel;
+  int32_t dtype, device_type, device_index;
+  bool contiguous;
+};
+
+class TensorList {
+ public:
+  // Takes ownership of the list and of the tensor handles in it.
+  explicit TensorList(StableListHandle list) {
+    size_t size = 0;
+    bool failed = torch_list_size(list, &size) != TORCH_SUCCESS;
+    handles_.reserve(size);
+    for (size_t i = 0; i < size && !failed; ++i) {
+      StableIValue element;
+      failed = torch_list_get_item(list, i, &element) != TORCH_SUCCESS;
+      if (!failed) handles_.push_back(torch::stable::detail::to<AtenTensorHandle>(element));
+    }
+    torch_delete_list(list);
+    if (failed) fail("a list of tensors could not be read.");
+  }
+  TensorList(TensorList&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
+  TensorList(const TensorList&) = delete;
+  ~TensorList() {
+    for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
+  }
+
+  size_t size() const { return handles_.size(); }
+  bool empty() const { return handles_.empty(); }
+
+  // A handle of its own on the same tensor; for the few tensors that need more than facts().
+  Tensor operator[](size_t index) const {
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handles_[index], &handle));
+    return Tensor(handle);
+  }
+
+  TensorFacts facts(size_t index) const {
+    AtenTensorHandle tensor = handles_[index];
+    TensorFacts facts;
+    bool failed = aoti_torch_get_dtype(tensor, &facts.dtype) |
+                  aoti_torch_get_device_type(tensor, &facts.device_type) |
+                  aoti_torch_get_device_index(tensor, &facts.device_index) |
+                  aoti_torch_get_numel(tensor, &facts.numel) |
+                  aoti_torch_is_contiguous(tensor, &facts.contiguous) |
+                  aoti_torch_get_data_ptr(tensor, &facts.data);
+    if (failed) fail("tensor ", index, " of a list is not dense memory.");
+    return facts;
+  }
+
+ private:
+  std::vector<AtenTensorHandle> handles_;
+};
+
+}  // namespace apex
+
+// Lets TORCH_BOX unpack Tensor[] as TensorList.
+HIDDEN_NAMESPACE_BEGIN(torch, stable, detail)
+template <>
+struct ToImpl<apex::TensorList> {
+  static apex::TensorList call(StableIValue value, uint64_t, bool) {
+    return apex::TensorList(to<StableListHandle>(value));
+  }
+};
+HIDDEN_NAMESPACE_END(torch, stable, detail)
