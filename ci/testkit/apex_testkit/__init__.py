@@ -1,0 +1,15 @@
+"""Oracles, fixtures, grids and the benchmark runner of Apex's tests; never part of a wheel."""
+
+from .accuracy import assert_as_accurate_as
+from .grids import FLOATS, HALVES, LAYOUTS, SHAPES
+from .opcheck import assert_compiles, opcheck_samples
+
+__all__ = [
+    "FLOATS",
+    "HALVES",
+    "LAYOUTS",
+    "SHAPES",
+    "assert_as_accurate_as",
+    "assert_compiles",
+    "opcheck_samples",
+]

@@ -1,0 +1,183 @@
+"""The benchmark runner: contestants interleaved in one process, medians, bandwidth, honest load.
+
+python -m apex_testkit.bench table results.jsonl
+python -m apex_testkit.bench plot results.jsonl results.png
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .bench_report import format_row, machine_facts, main
+from .load import Load, LoadMeter
+
+OURS = "apex"  # the contestant that the others are compared with
+MAX_OTHER_LOAD = 0.12  # of a core; a busier attempt is repeated
+MAX_ATTEMPTS = 3
+_WARM_UP_CALLS = 3
+_SAMPLE_SECONDS = 500e-6  # a sample repeats a quick contestant until it lasts about this long
+_CASE_SECONDS = 2.0  # all contestants' samples together, unless `repeats` is given
+_MIN_SAMPLES, _MAX_SAMPLES = 9, 300
+_COPY_BYTES = 256 << 20  # beyond any cache
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contestant's samples, in microseconds per call."""
+
+    median_us: float
+    low_us: float  # 10th percentile
+    high_us: float  # 90th percentile
+    samples: int
+
+
+def compare(
+    op: str,
+    case: str,
+    bytes_moved: int | None = None,
+    repeats: int | None = None,
+    device: str = "cpu",
+    **contestants: Callable[[], object],
+) -> list[dict]:
+    """Time ``contestants`` against each other, print a row for each, and return the records.
+
+    Every round calls each contestant once, in an order that rotates, after a warm-up of three
+    calls each. A case in which other processes took more than 12 % of a core is repeated, three
+    attempts at most; the quietest counts, and is marked with ``!`` if none was quiet.
+
+    Args:
+        op: what is measured; the record's name.
+        case: sizes and dtypes, in words.
+        bytes_moved: each input read once, each output written once, in bytes per call. With it
+            the row shows GB/s and the fraction of the bandwidth of a copy in the same process.
+        repeats: rounds; default: as many as fill two seconds, 9 to 300.
+        device: "cpu" (wall clock) or "cuda" (CUDA events).
+        contestants: callables without arguments. ``apex`` is ours; ratios are peer's time / ours.
+
+    Returns:
+        One record per contestant: op, case, contestant, median_us, low_us, high_us (10th and 90th
+        percentile), samples, ratio, gb_per_s, copy_fraction, bytes_moved, others_cores,
+        steal_cores, attempts, is_noisy, and the machine's facts. Appended to the file that
+        APEX_BENCH_JSON names, one JSON object a line.
+    """
+    if not contestants:
+        raise ValueError(f"compare: {op}, {case}: no contestant was given")
+    timer = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
+    timings, load, attempts = _quietest(contestants, repeats, timer)
+    copy = copy_bandwidth(device) if bytes_moved else None
+    ours = timings.get(OURS)
+    records = []
+    for name, timing in timings.items():
+        speed = bytes_moved / timing.median_us / 1e3 if bytes_moved else None
+        records.append(
+            {
+                "op": op,
+                "case": case,
+                "contestant": name,
+                **vars(timing),
+                "ratio": timing.median_us / ours.median_us if ours else None,
+                "bytes_moved": bytes_moved,
+                "gb_per_s": speed,
+                "copy_gb_per_s": copy,
+                "copy_fraction": speed / copy if speed and copy else None,
+                "others_cores": load.others,
+                "steal_cores": load.steal,
+                "attempts": attempts,
+                "is_noisy": load.total is not None and load.total > MAX_OTHER_LOAD,
+                "device": str(device),
+                **machine_facts(str(device)),
+            }
+        )
+        print(format_row(records[-1]), flush=True)
+    _append(records)
+    return records
+
+
+def _quietest(contestants, repeats, timer) -> tuple[dict[str, Timing], Load, int]:
+    """Measure until an attempt is quiet; return the quietest one and the number of attempts."""
+    best = None
+    attempts = 0
+    while attempts < MAX_ATTEMPTS:
+        attempts += 1
+        timings, load = _measure(contestants, repeats, timer)
+        if best is None or load.total < best[1].total:
+            best = timings, load
+        if load.total is None or load.total <= MAX_OTHER_LOAD:
+            break
+    return *best, attempts
+
+
+def _measure(contestants, repeats, timer) -> tuple[dict[str, Timing], Load]:
+    seconds, calls = {}, {}
+    for name, function in contestants.items():
+        for _ in range(_WARM_UP_CALLS):
+            seconds[name] = timer(function, 1)
+        calls[name] = max(1, round(_SAMPLE_SECONDS / max(seconds[name], 1e-9)))
+    if repeats is None:
+        round_seconds = sum(seconds[name] * calls[name] for name in contestants)
+        repeats = min(_MAX_SAMPLES, max(_MIN_SAMPLES, round(_CASE_SECONDS / round_seconds)))
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    meter = LoadMeter()
+    for i in range(repeats):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(timer(contestants[name], calls[name]) * 1e6)
+    load = meter.read()
+    return {name: _summarize(values) for name, values in samples.items()}, load
+
+
+def _summarize(samples_us: list[float]) -> Timing:
+    ordered = sorted(samples_us)
+    last = len(ordered) - 1
+    low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+    return Timing(statistics.median(ordered), low, high, len(ordered))
+
+
+def _time_cpu(function: Callable, calls: int) -> float:
+    """Return seconds per call."""
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter_ns() - start) / calls * 1e-9
+
+
+def _time_cuda(function: Callable, calls: int) -> float:
+    """Return seconds per call between two events on the current stream."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls * 1e-3
+
+
+@cache
+def copy_bandwidth(device: str) -> float:
+    """Return the bandwidth of ``Tensor.copy_`` in GB/s, reads and writes counted, beyond caches."""
+    source = torch.randn(_COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source).copy_(source)
+    timer = _time_cuda if source.is_cuda else _time_cpu
+    seconds = statistics.median(timer(lambda: target.copy_(source), 1) for _ in range(9))
+    return 2 * _COPY_BYTES / seconds / 1e9
+
+
+def _append(records: list[dict]) -> None:
+    path = os.environ.get("APEX_BENCH_JSON")
+    if path:
+        with Path(path).open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

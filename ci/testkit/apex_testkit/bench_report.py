@@ -1,0 +1,149 @@
+"""Benchmark records as a table, a plot, and the facts of the machine they were taken on."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+@cache
+def machine_facts(device: str = "cpu") -> dict:
+    """Return what a figure means nothing without: processor, threads, torch, commit, malloc."""
+    return {
+        "processor": _gpu_name(device) or _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "malloc": "tuned" if all(v in os.environ for v in _MALLOC_VARIABLES) else "stock",
+    }
+
+
+def _gpu_name(device: str) -> str | None:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout, with a ``+`` if files differ; None outside of one."""
+    folder = Path(__file__).parent
+
+    def git(*args):
+        command = ["git", "-C", str(folder), *args]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD").strip()
+        return commit + ("+" if git("status", "--porcelain").strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def format_row(record: dict) -> str:
+    """Return one line: op, case, contestant, time, spread, bandwidth, ratio, load."""
+    spread = (record["high_us"] - record["low_us"]) / record["median_us"] / 2
+    parts = [
+        f"{record['op']:<18} {record['case']:<26} {record['contestant']:<14}",
+        f"{record['median_us']:>11.1f} us ±{spread:>4.0%}",
+        f"{record['gb_per_s']:>7.1f} GB/s" if record["gb_per_s"] else " " * 12,
+        f"{record['copy_fraction']:>5.2f} of copy" if record["copy_fraction"] else " " * 13,
+        f"{record['ratio']:>7.2f}x" if record["ratio"] else " " * 8,
+    ]
+    if record["is_noisy"]:
+        taken = record["others_cores"] + record["steal_cores"]
+        parts.append(f"  ! others took {taken:.2f} of a core")
+    return "  ".join(parts).rstrip()
+
+
+def read_records(path: Path) -> list[dict]:
+    """Read a file that ``compare`` appended to; a case measured again replaces the earlier one."""
+    latest: dict[tuple, dict] = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            key = tuple(
+                record[k] for k in ("op", "case", "contestant", "device", "threads", "malloc")
+            )
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: no benchmark record ({error!r})") from error
+        latest[key] = record
+    return list(latest.values())
+
+
+def table(path: Path) -> str:
+    """Return the records as text, with the machine above each group of rows taken on it."""
+    lines, shown = [], None
+    for record in read_records(path):
+        machine = (
+            f"{record['processor']}, {record['threads']} threads, torch {record['torch']}, "
+            f"{record['malloc']} malloc, commit {record['commit'] or 'unknown'}"
+        )
+        if machine != shown:
+            lines.append(f"# {machine}")
+            shown = machine
+        lines.append(format_row(record))
+    return "\n".join(lines)
+
+
+def plot(source: Path, target: Path) -> None:
+    """Draw every peer's time relative to ours, a bar each, to a PNG or SVG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = [r for r in read_records(source) if r["ratio"] and r["contestant"] != "apex"]
+    if not records:
+        raise ValueError(f"{source}: no record of a peer beside apex, nothing to plot")
+    labels = [f"{r['op']}, {r['case']}\n{r['contestant']}" for r in records]
+    ratios = [r["ratio"] for r in records]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.42 * len(records)), layout="constrained")
+    colors = ["tab:green" if ratio >= 1 else "tab:red" for ratio in ratios]
+    bars = axes.barh(range(len(records)), ratios, color=colors)
+    axes.bar_label(bars, labels=[f" {ratio:.2f}" for ratio in ratios], fontsize=8)
+    axes.set_yticks(range(len(records)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("time of the peer / time of apex (above 1 apex is faster)")
+    first = records[0]
+    axes.set_title(
+        f"{first['processor']}, {first['threads']} threads, torch {first['torch']}, "
+        f"{first['malloc']} malloc",
+        fontsize=9,
+    )
+    figure.savefig(target, dpi=150)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m apex_testkit.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("table", "print the records"), ("plot", "draw the ratios")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("source", type=Path, help="file that APEX_BENCH_JSON named")
+    commands.choices["plot"].add_argument("target", type=Path, help="PNG or SVG file to write")
+    options = parser.parse_args(arguments)
+    if options.command == "table":
+        print(table(options.source))
+    else:
+        plot(options.source, options.target)
+    return 0

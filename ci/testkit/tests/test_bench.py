@@ -1,0 +1,111 @@
+"""The benchmark runner measures, compares, records and reports."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from apex_testkit import bench, bench_report
+from apex_testkit.load import Load, LoadMeter
+
+
+def sleeper(milliseconds):
+    return lambda: time.sleep(milliseconds / 1e3)
+
+
+def test_ratio_bandwidth_and_order(capsys):
+    records = bench.compare(
+        "nap", "short", bytes_moved=1_000_000, repeats=9, apex=sleeper(2), peer=sleeper(6)
+    )
+    apex, peer = records
+    assert [r["contestant"] for r in records] == ["apex", "peer"]
+    assert apex["ratio"] == 1
+    assert 1.5 < peer["ratio"] < 6
+    assert 2000 <= apex["low_us"] <= apex["median_us"] <= apex["high_us"]
+    assert apex["gb_per_s"] == pytest.approx(1_000_000 / apex["median_us"] / 1e3)
+    assert apex["copy_fraction"] == pytest.approx(apex["gb_per_s"] / bench.copy_bandwidth("cpu"))
+    assert apex["samples"] == 9
+    assert apex["torch"] == torch.__version__
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_rounds_interleave():
+    calls = []
+    bench.compare(
+        "order",
+        "three",
+        repeats=3,
+        apex=lambda: (calls.append("a"), time.sleep(1e-3)),
+        b=lambda: (calls.append("b"), time.sleep(1e-3)),
+    )
+    rounds = "".join(calls[6:12])
+    assert rounds == "abbaab"
+
+
+def test_quick_contestants_are_timed_in_batches():
+    (record,) = bench.compare("pass", "nothing", repeats=9, apex=lambda: None)
+    assert 0 < record["median_us"] < 20
+
+
+def test_a_busy_machine_repeats_the_case_and_keeps_the_quietest(monkeypatch):
+    loads = iter([Load(0.9, 0.0), Load(0.2, 0.1), Load(0.5, 0.0)])
+    monkeypatch.setattr(LoadMeter, "read", lambda self: next(loads))
+    (record,) = bench.compare("busy", "case", repeats=3, apex=lambda: None)
+    assert (record["attempts"], record["is_noisy"]) == (3, True)
+    assert (record["others_cores"], record["steal_cores"]) == (0.2, 0.1)
+    assert "! others took 0.30 of a core" in bench_report.format_row(record)
+
+    loads = iter([Load(0.9, 0.0), Load(0.05, 0.0), Load(0.5, 0.0)])
+    (record,) = bench.compare("busy", "case", repeats=3, apex=lambda: None)
+    assert (record["attempts"], record["is_noisy"]) == (2, False)
+
+
+def test_own_work_is_not_other_load():
+    meter = LoadMeter()
+    end = time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        pass
+    load = meter.read()
+    assert load.total is None or 0 <= load.others < torch.multiprocessing.cpu_count()
+
+
+def test_records_are_appended_and_read_back(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "results.jsonl"
+    monkeypatch.setenv("APEX_BENCH_JSON", str(path))
+    bench.compare("a", "one", repeats=3, apex=sleeper(1), peer=sleeper(1))
+    bench.compare("b", "one", repeats=3, apex=sleeper(1))
+    bench.compare("a", "one", repeats=4, apex=sleeper(1), peer=sleeper(1))
+    assert len(path.read_text().splitlines()) == 5
+    records = bench_report.read_records(path)
+    assert [(r["op"], r["contestant"], r["samples"]) for r in records] == [
+        ("a", "apex", 4),
+        ("a", "peer", 4),
+        ("b", "apex", 3),
+    ]
+    capsys.readouterr()
+    assert bench_report.main(["table", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("# ")
+
+
+def test_a_broken_file_is_named(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps({"op": "x"}) + "\n")
+    with pytest.raises(ValueError, match=r"results\.jsonl, line 1"):
+        bench_report.read_records(path)
+
+
+def test_no_contestants():
+    with pytest.raises(ValueError, match="no contestant"):
+        bench.compare("a", "b")
+
+
+def test_plot(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    path, image = tmp_path / "results.jsonl", tmp_path / "plot.png"
+    monkeypatch.setenv("APEX_BENCH_JSON", str(path))
+    bench.compare("a", "one", repeats=3, apex=sleeper(1), peer=sleeper(1))
+    assert bench_report.main(["plot", str(path), str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
