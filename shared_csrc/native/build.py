@@ -115,7 +115,8 @@ def _write_ninja(ops: list[Op], targets: list[Target], folder: Path) -> None:
             lines.append(
                 f"build {objects[-1]}: compile_{target.name} {_escape(op.source.resolve())}"
             )
-            lines.append(f"  op_flags = -I{_escape(op.folder.resolve())}")
+            flags = [f"-I{op.folder.resolve()}", *toolchain.path_flags(target, op.folder)]
+            lines.append(f"  op_flags = {' '.join(map(_escape, flags))}")
         needs = f" | {stub}" if stub else ""
         lines += [f"build {target.name}.so: link_{target.name} {' '.join(objects)}{needs}", ""]
     (folder / "build.ninja").write_text("\n".join(lines))

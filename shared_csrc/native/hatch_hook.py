@@ -38,7 +38,7 @@ class BuildHook(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """Ask the isolated build environment for torch where kernels were demanded."""
-        from .build import demanded_names
+        from .prebuilt import demanded_names
 
         if self.target_name != "wheel" or not demanded_names(os.environ):
             return []
@@ -56,7 +56,7 @@ class BuildHook(BuildHookInterface):
             self._add_kernels(package, inside, build_data)
 
     def _add_kernels(self, package: Path, inside: str, build_data: dict[str, Any]) -> None:
-        from .build import build_prebuilt
+        from .prebuilt import build_prebuilt
 
         # Kept on the hook: the folder must live until hatch has packed it, and no longer.
         self._scratch = tempfile.TemporaryDirectory(prefix="apex-kernels-")

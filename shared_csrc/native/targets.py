@@ -16,6 +16,10 @@ _V4_FEATURES = _V3_FEATURES | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "a
 # Best first. Other machines (arm64 has NEON in its baseline) know only "baseline".
 X86_LEVELS = ("x86-64-v4", "x86-64-v3", "baseline")
 
+# What a wheel is built for unless TORCH_CUDA_ARCH_LIST or PYTORCH_ROCM_ARCH says otherwise.
+DEFAULT_CUDA_ARCH_LIST = "8.0;9.0;10.0;12.0+PTX"
+DEFAULT_ROCM_ARCHS = "gfx90a;gfx942;gfx1030;gfx1100"
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:

@@ -174,6 +174,15 @@ def include_flags(target: Target) -> list[str]:
     return [*flags, f"-isystem {torch_include}"]
 
 
+def path_flags(target: Target, op_folder: Path) -> list[str]:
+    """Keep this machine's paths out of libraries, so that where they are built does not matter."""
+    places = {op_folder.resolve(): op_folder.name, INCLUDE: "include", torch_root(): "torch"}
+    flags = [f"-ffile-prefix-map={path}={name}" for path, name in places.items()]
+    if target.backend == "cuda":
+        return [word for flag in flags for word in ("-Xcompiler", flag)]
+    return flags
+
+
 def link_flags(target: Target) -> list[str]:
     """Linker arguments: torch by name only, so that any installed torch satisfies them."""
     libraries = torch_root() / "lib"

@@ -1,0 +1,141 @@
+"""Throw-away virtual environments, and real wheels to install into them."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+from ci.workspace import PACKAGES, ROOT, files
+
+NO_KERNELS = {"APEX_BUILD_CPP_OPS": "0", "APEX_BUILD_CUDA_OPS": "0"}
+
+# Runs each statement in a process of its own, forked after torch is imported, because importing
+# torch takes a hundred times as long as what is tested. Prints "ok" or the exception for each.
+PROBE = """
+import json, os, sys, warnings
+import torch
+warnings.simplefilter("error", RuntimeWarning)
+results = []
+for statement in sys.argv[1:]:
+    read, write = os.pipe()
+    if not os.fork():
+        try:
+            exec(statement, {})
+            text = "ok"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        results.append(pipe.read())
+    os.wait()
+print(json.dumps(results))
+"""
+
+
+def run(*command, cwd=ROOT, env=None, check=True) -> subprocess.CompletedProcess:
+    """Run a command; its output is in the error when it fails."""
+    done = subprocess.run(
+        [str(c) for c in command],
+        cwd=cwd,
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if check and done.returncode:
+        raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+class Environment:
+    """A virtual environment that has this one's packages, but none of Apex's."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        run("uv", "venv", "--quiet", "--python", sys.executable, folder)
+        (self.site,) = folder.glob("lib/python*/site-packages")
+        for entry in Path(sysconfig.get_path("purelib")).iterdir():
+            if "apex" not in entry.name.lower() and entry.suffix != ".pth":
+                target = self.site / entry.name
+                if not target.exists():
+                    target.symlink_to(entry)
+
+    def install(self, *wheels: Path) -> None:
+        pip = ("uv", "pip", "install", "--quiet", "--no-deps", "--python", self.python)
+        run(*pip, *wheels, env={"UV_NO_CACHE": "1"})
+
+    def uninstall(self, *packages: str) -> None:
+        run("uv", "pip", "uninstall", "--quiet", "--python", self.python, *packages)
+
+    def results(self, *statements: str) -> list[str]:
+        """Return "ok", or type and text of the exception, for each statement."""
+        done = run(self.python, "-c", PROBE, *statements, cwd=self.folder)
+        return json.loads(done.stdout)
+
+
+def build_wheel(package: Path, output: Path, env=None, *, target="wheel") -> Path:
+    """Build a wheel (or ``target="sdist"``) with hatchling, as frontends do, and return it."""
+    output.mkdir(parents=True, exist_ok=True)
+    known = set(output.iterdir())
+    command = (sys.executable, "-m", "hatchling", "build", "-t", target, "-d", output)
+    run(*command, cwd=package, env=NO_KERNELS | (env or {}))
+    (built,) = set(output.iterdir()) - known
+    return built
+
+
+def build_editable(package: Path, output: Path) -> Path:
+    """Build the wheel of an editable install (PEP 660) and return it."""
+    output.mkdir(parents=True, exist_ok=True)
+    code = "import sys, hatchling.build as h; print(h.build_editable(sys.argv[1]))"
+    done = run(sys.executable, "-c", code, output, cwd=package)
+    return output / done.stdout.split()[-1]
+
+
+def unpack(sdist: Path, folder: Path) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / sdist.name.removesuffix(".tar.gz")
+
+
+def copy_checkout(target: Path) -> Path:
+    """Copy what git tracks, or would, and return the copy's root."""
+    for file in files():
+        copy = target / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+        copy.chmod(file.stat().st_mode)
+    run("git", "init", "--quiet", target)
+    return target
+
+
+def main_package(package: str) -> str:
+    """Return the import name below apex: apex-amp is apex.amp."""
+    return package.removeprefix("apex-")
+
+
+def forms(package: str) -> list[str]:
+    """Return the three ways in which a package is imported."""
+    name = main_package(package)
+    return [f"from apex import {name}", f"import apex; apex.{name}", f"import apex.{name}"]
+
+
+__all__ = [
+    "NO_KERNELS",
+    "PACKAGES",
+    "ROOT",
+    "Environment",
+    "build_editable",
+    "build_wheel",
+    "copy_checkout",
+    "forms",
+    "main_package",
+    "run",
+    "unpack",
+]

@@ -1,0 +1,64 @@
+"""The house rules catch what they are there to catch, and let pass what is right."""
+
+import pytest
+
+from ci import lint
+
+LONG_FUNCTION = "def f():\n" + "    pass\n" * 41
+DOCUMENTED = 'def f():\n    """' + "\n    words\n" * 60 + '    """\n    return 1\n'
+# Put together here, so that this file does not break the rule itself.
+SOMEONES_FOLDER = "/" + "home/someone"
+
+
+@pytest.fixture
+def complaints(tmp_path, monkeypatch):
+    """Run a rule on one file of the given name and text; return what it says."""
+
+    def check(rule, name, text):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        monkeypatch.setattr(lint, "files", lambda *patterns: [file])
+        return list(rule(tmp_path))
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("name", "include", "is_allowed"),
+    [
+        ("shared_csrc/include/apex/engine/a.h", '"apex/core/b.h"', True),
+        ("shared_csrc/include/apex/core/a.h", '"apex/engine/b.h"', False),
+        ("shared_csrc/include/apex/math/a.h", '"apex/engine/b.h"', False),
+        ("shared_csrc/include/apex/math/a.h", "<torch/csrc/stable/tensor.h>", False),
+        ("shared_csrc/include/apex/engine/a.h", "<cmath>", True),
+        ("shared_csrc/include/apex/torch/a.h", "<torch/csrc/stable/tensor.h>", True),
+        ("packages/apex-amp/src/apex/amp/scale/scale.h", '"apex/torch/check.h"', False),
+        ("packages/apex-amp/src/apex/amp/scale/scale.h", '"apex/math/scale.h"', True),
+        ("packages/apex-amp/src/apex/amp/scale/scale.cpp", '"apex/torch/check.h"', True),
+        ("shared_csrc/tests/a.cpp", '"apex/torch/check.h"', True),
+    ],
+)
+def test_include_tiers(complaints, name, include, is_allowed):
+    found = complaints(lint.include_tiers, name, f"#pragma once\n#include {include}\n")
+    assert (found == []) == is_allowed
+    assert all(complaint.startswith(name) for complaint in found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "is_allowed"),
+    [
+        (lint.long_files, "x = 1\n" * 300, True),
+        (lint.long_files, "x = 1\n" * 301, False),
+        (lint.long_functions, LONG_FUNCTION, False),
+        (lint.long_functions, DOCUMENTED, True),
+        (lint.machine_paths, f"open('{SOMEONES_FOLDER}/data')\n", False),
+        (lint.machine_paths, "open(Path.home() / 'data')\n# see ci/home/page\n", True),
+    ],
+)
+def test_python_rules(complaints, rule, text, is_allowed):
+    assert (complaints(rule, "module.py", text) == []) == is_allowed
+
+
+def test_the_repository_itself_obeys():
+    assert [c for rule in (lint.identical_copies, lint.pinned_hooks) for c in rule(lint.ROOT)] == []

@@ -1,0 +1,137 @@
+"""Which kernels a wheel brings: the switches APEX_BUILD_*, and what the manifest then says."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from environments import ROOT
+
+sys.path.insert(0, str(ROOT / "shared_csrc"))
+
+from native import prebuilt, toolchain
+from native.errors import BuildError
+from native.targets import cpu_levels
+
+ALL = {"adam", "sgd", "scale", "norm"}
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package with four ops in two import paths, and a legacy module for two of them."""
+    for op in ("optimizers/adam", "optimizers/sgd", "multi/scale", "multi/norm"):
+        folder = tmp_path / "src" / "apex" / op
+        folder.mkdir(parents=True)
+        (folder / f"{folder.name}.cpp").write_text("// kernels\n")
+    legacy = "from apex.optimizers.adam import step\n\n\ndef f():\n    import apex.multi\n"
+    (tmp_path / "src" / "old_C.py").write_text(legacy)
+    return tmp_path / "src" / "apex" / "optimizers"
+
+
+@pytest.fixture
+def built(package, tmp_path, monkeypatch):
+    """Return a function that says what would be compiled: {target: ops}."""
+
+    def fake_build(ops, targets, folder, *, package):
+        for target in targets:
+            (folder / f"{target.name}.so").write_text("library")
+        return {target: folder / f"{target.name}.so" for target in targets}
+
+    def run(**environ):
+        monkeypatch.setattr(prebuilt, "build", fake_build)
+        output = tmp_path / "_kernels"
+        manifest = prebuilt.build_prebuilt(package, output, environ)
+        if manifest is None:
+            assert not output.exists()
+            return None
+        assert json.loads((output / "manifest.json").read_text()) == manifest
+        assert all((output / entry["file"]).is_file() for entry in manifest["libraries"])
+        return {entry["file"]: set(entry["ops"]) for entry in manifest["libraries"]}
+
+    return run
+
+
+@pytest.fixture
+def gpu_torch(tmp_path, monkeypatch):
+    """An installed torch that is built for CUDA, and a toolkit."""
+    (tmp_path / "torch").mkdir()
+    version = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+    (tmp_path / "torch" / "version.py").write_text(version)
+    monkeypatch.setattr(toolchain, "torch_root", lambda: tmp_path / "torch")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: sys.executable)
+
+
+def cpu(ops):
+    return {f"cpu-{level}.so": ops for level in cpu_levels()}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, cpu(ALL)),
+        ({"APEX_BUILD_CPP_OPS": "1"}, cpu(ALL)),
+        ({"APEX_BUILD_CPP_OPS": "0"}, None),
+        ({"APEX_BUILD_CPP_OPS": ""}, None),
+        ({"APEX_BUILD_ADAM": "1"}, cpu({"adam"})),
+        ({"APEX_BUILD_ADAM": "1", "APEX_BUILD_SCALE": "1"}, cpu({"adam", "scale"})),
+        ({"APEX_BUILD_ADAM": "0"}, cpu(ALL - {"adam"})),
+        ({"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_ADAM": "0"}, cpu(ALL - {"adam"})),
+        ({"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_ADAM": "1"}, cpu(ALL)),
+        ({"APEX_BUILD_OLD_C": "1"}, cpu({"adam", "scale", "norm"})),
+        ({"APEX_BUILD_OLD_C": "1", "APEX_BUILD_NORM": "0"}, cpu({"adam", "scale"})),
+        ({"APEX_BUILD_AN_OP_OF_ANOTHER_PACKAGE": "1"}, None),
+        ({"APEX_BUILD_AN_OP_OF_ANOTHER_PACKAGE": "0"}, cpu(ALL)),
+    ],
+    ids=str,
+)
+def test_cpu_switches(built, environ, expected):
+    assert built(**environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, cpu(ALL) | {"cuda.so": ALL}),
+        ({"APEX_BUILD_CUDA_OPS": "1"}, cpu(ALL) | {"cuda.so": ALL}),
+        ({"APEX_BUILD_CUDA_OPS": "0"}, cpu(ALL)),
+        ({"APEX_BUILD_CUDA_OPS": ""}, cpu(ALL)),
+        ({"APEX_BUILD_CUDA_OPS": "1", "APEX_BUILD_CPP_OPS": "0"}, {"cuda.so": ALL}),
+        ({"APEX_BUILD_SGD": "1"}, cpu({"sgd"}) | {"cuda.so": {"sgd"}}),
+    ],
+    ids=str,
+)
+def test_gpu_switches(built, gpu_torch, environ, expected):
+    assert built(**environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("listed", "archs"),
+    [
+        ("9.0;10.0+PTX", ["sm_90", "sm_100", "compute_100"]),
+        ("", ["sm_80", "sm_90", "sm_100", "sm_120", "compute_120"]),
+    ],
+)
+def test_cuda_architectures(built, gpu_torch, tmp_path, listed, archs):
+    built(APEX_BUILD_CUDA_OPS="1", TORCH_CUDA_ARCH_LIST=listed)
+    manifest = json.loads((tmp_path / "_kernels" / "manifest.json").read_text())
+    (entry,) = [e for e in manifest["libraries"] if e["backend"] == "cuda"]
+    assert entry["archs"] == archs
+
+
+def test_isolated_build_without_torch(built, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert built() is None
+
+
+@pytest.mark.parametrize("switch", ["APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS"])
+def test_demanded_without_torch_fails(package, tmp_path, monkeypatch, switch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match=r"torch is not installed|nvcc was not found"):
+        prebuilt.build_prebuilt(package, tmp_path / "_kernels", {switch: "1"})
+    assert not (tmp_path / "_kernels").exists()
+
+
+def test_missing_compiler_is_said_aloud(built, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert built() is None
+    assert "will bring no cpu kernels" in capsys.readouterr().err

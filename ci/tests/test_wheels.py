@@ -1,0 +1,101 @@
+"""Sdists and wheels: what is in them, and that it does not matter where they are built."""
+
+import json
+import sys
+import zipfile
+
+import pytest
+from environments import NO_KERNELS, PACKAGES, ROOT, build_wheel, copy_checkout, run, unpack
+
+
+def contents(wheel) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_sdist_is_self_contained(source_wheels, tmp_path, package):
+    """A wheel built from the sdist, far from the checkout, is the one built in the checkout."""
+    sdist = build_wheel(ROOT / "packages" / package, tmp_path / "sdist", target="sdist")
+    unpacked = unpack(sdist, tmp_path / "elsewhere")
+    assert {p.name for p in unpacked.iterdir()} >= {"LICENSE", "README.md", "CHANGELOG.md"}
+    assert not (unpacked / "tests").exists()
+    wheel = build_wheel(unpacked, tmp_path / "wheel")
+    assert wheel.name == source_wheels[package].name
+    assert wheel.read_bytes() == source_wheels[package].read_bytes()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wheel_has_all_it_needs_and_no_more(source_wheels, package):
+    names = contents(source_wheels[package])
+    main = f"apex/{package.removeprefix('apex-')}"
+    assert source_wheels[package].name.endswith("-py3-none-any.whl")
+    expected = ["apex/__init__.py", f"{main}/py.typed", f"{main}/_shared/native/library.py"]
+    expected += [f"{main}/_shared/include/apex/core/config.h", f"{main}/_ops.py"]
+    assert set(expected) <= set(names)
+    info = next(n for n in names if n.endswith("/METADATA")).partition("/")[0]
+    assert names[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    unwanted = [n for n in names if "test" in n or "benchmark" in n or "emulation" in n]
+    assert unwanted == []
+    checkout = str(ROOT).encode()
+    assert [n for n, data in names.items() if checkout in data] == []
+
+
+def test_build_version_overrides(tmp_path):
+    package = ROOT / "packages" / "apex-amp"
+    wheel = build_wheel(package, tmp_path, {"BUILD_VERSION": "3.1.4"})
+    assert wheel.name == "apex_amp-3.1.4-py3-none-any.whl"
+    assert b"\nVersion: 3.1.4\n" in contents(wheel)["apex_amp-3.1.4.dist-info/METADATA"]
+
+
+def test_an_sdist_keeps_its_version(tmp_path):
+    package = ROOT / "packages" / "apex-amp"
+    sdist = build_wheel(package, tmp_path, {"BUILD_VERSION": "3.1.4"}, target="sdist")
+    wheel = build_wheel(unpack(sdist, tmp_path), tmp_path / "wheel", {"BUILD_VERSION": "9"})
+    assert wheel.name == "apex_amp-3.1.4-py3-none-any.whl"
+
+
+def test_building_touches_no_file_of_the_checkout(tmp_path):
+    checkout = copy_checkout(tmp_path / "checkout")
+    before = {f for f in checkout.rglob("*") if ".git" not in f.parts}
+    environment = {"PYTHONDONTWRITEBYTECODE": "1"}
+    build_wheel(checkout / "packages" / "apex-contrib", tmp_path / "out", environment)
+    assert {f for f in checkout.rglob("*") if ".git" not in f.parts} == before
+
+
+def test_isolated_build_gets_torch_only_when_kernels_are_demanded():
+    code = "import hatchling.build as h; print(h.get_requires_for_build_wheel())"
+
+    def requirements(env):
+        return run(sys.executable, "-c", code, cwd=ROOT / "packages" / "apex-amp", env=env).stdout
+
+    assert "torch" not in requirements(NO_KERNELS)
+    assert "torch>=2.10" in requirements({"APEX_BUILD_CPP_OPS": "1"})
+    assert "ninja" in requirements({"APEX_BUILD_CPP_OPS": "1"})
+
+
+def test_what_was_demanded_and_cannot_be_built_fails_the_build(tmp_path):
+    """Nothing is dropped silently: here there is no compiler."""
+    demanded = {"APEX_BUILD_CPP_OPS": "1", "CXX": "no-such-compiler"}
+    with pytest.raises(RuntimeError, match="no-such-compiler"):
+        build_wheel(ROOT / "packages" / "apex-contrib", tmp_path, demanded)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.builds
+def test_wheel_with_kernels_is_the_same_from_sdist_and_checkout(tmp_path):
+    package = ROOT / "packages" / "apex-contrib"
+    demanded = {"APEX_BUILD_CPP_OPS": "1"}
+    direct = build_wheel(package, tmp_path / "direct", demanded)
+    assert "-py3-none-linux_" in direct.name
+    sdist = build_wheel(package, tmp_path / "sdist", target="sdist")
+    unpacked = unpack(sdist, tmp_path / "elsewhere")
+    indirect = build_wheel(unpacked, tmp_path / "indirect", demanded)
+    ours, theirs = contents(direct), contents(indirect)
+    assert list(ours) == list(theirs)
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+    manifest = json.loads(ours["apex/contrib/_kernels/manifest.json"])
+    assert {e["file"] for e in manifest["libraries"]} == {
+        n.rpartition("/")[2] for n in ours if n.endswith(".so")
+    }

@@ -1,0 +1,99 @@
+"""Facts about the checkout that sessions and checks share: packages, matrix, files, digests."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+MATRIX = tomllib.loads((ROOT / "ci" / "matrix.toml").read_text())
+# What reaches a wheel. Its tests and benchmarks do not.
+_SHARED_SOURCES = ("shared_csrc/include", "shared_csrc/native", "shared_csrc/__init__.py")
+_NOT_PACKED = ("tests", "benchmarks", "changes")
+_BUILD_VARIABLES = ("BUILD_VERSION", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "CXX")
+
+
+def files(*folders: str) -> list[Path]:
+    """Return the files that git tracks, or would: new ones too, ignored ones not."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = {ROOT / name for name in listing.split("\0") if name}
+    return sorted(p for p in paths if p.is_file())
+
+
+def sources_digest(package: str, environment: dict[str, str]) -> str:
+    """Return a digest of all that can change the package's sdist and wheel."""
+    state = hashlib.sha256(MATRIX["torch"]["build"].encode())
+    for name in sorted(environment):
+        if name.startswith("APEX_BUILD_") or name in _BUILD_VARIABLES:
+            state.update(f"{name}={environment[name]}\n".encode())
+    folder = ROOT / "packages" / package
+    for path in files(str(folder), *_SHARED_SOURCES):
+        if path.is_relative_to(folder) and path.relative_to(folder).parts[0] in _NOT_PACKED:
+            continue
+        state.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        state.update(path.read_bytes())
+    return state.hexdigest()
+
+
+def stale_packages(packages: list[str], environment: dict[str, str]) -> list[str]:
+    """Return the packages whose wheel in dist/ is missing, or of other sources."""
+    record = _read_record()
+    return [
+        p
+        for p in packages
+        if record.get(p) != sources_digest(p, environment) or not artifacts(p, "*.whl")
+    ]
+
+
+def record_built(package: str, environment: dict[str, str]) -> None:
+    """Note which sources the package's files in dist/ come from."""
+    record = _read_record() | {package: sources_digest(package, environment)}
+    _record_file().write_text(json.dumps(record, indent=1))
+
+
+def artifacts(package: str, pattern: str) -> list[Path]:
+    """Return the package's files in dist/, such as its ``*.whl``."""
+    return sorted(DIST.glob(f"{package.replace('-', '_')}-{pattern}"))
+
+
+def wheel(package: str) -> Path:
+    """Return the package's one wheel in dist/."""
+    found = artifacts(package, "*.whl")
+    if len(found) != 1:
+        raise FileNotFoundError(
+            f"dist/ holds {len(found)} wheels of {package}; run `nox -s build` to make one"
+        )
+    return found[0]
+
+
+def find_pyenv_interpreters() -> None:
+    """Let pyenv's shims run every version that it has, the current one first.
+
+    Without this, ``python3.12`` is a shim that refuses to run while another version is selected.
+    """
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    if "PYENV_VERSION" in os.environ or not (root / "versions").is_dir():
+        return
+    current = ".".join(map(str, sys.version_info[:3]))
+    names = sorted(p.name for p in (root / "versions").iterdir() if p.name[:2] == "3.")
+    names.sort(key=lambda name: name != current)
+    os.environ["PYENV_VERSION"] = ":".join(names)
+
+
+def _record_file() -> Path:
+    return DIST / "built.json"
+
+
+def _read_record() -> dict[str, str]:
+    file = _record_file()
+    return json.loads(file.read_text()) if file.is_file() else {}

@@ -1,0 +1,171 @@
+"""Everything that is done with this repository: `nox -l` lists it, `nox -s tests` does it."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from ci import workspace
+from ci.workspace import DIST, MATRIX, PACKAGES, ROOT
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = ["lint", "tests"]
+nox.options.error_on_missing_interpreters = False  # `matrix` takes the Pythons that are there
+workspace.find_pyenv_interpreters()
+
+TORCH = MATRIX["torch"]["build"]
+TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["tools"].items()]
+TOOLS.append("tomli; python_version < '3.11'")  # reads ci/matrix.toml
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Two cores: torch's threads and pytest's processes would get in each other's way.
+TEST_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "2"}
+
+
+def install(session, *requirements, local_links=True):
+    """Install with uv, which is also shown the local wheels that pip is shown."""
+    links = ",".join(os.environ.get("PIP_FIND_LINKS", "").split()) if local_links else ""
+    session.install(*requirements, env={"UV_FIND_LINKS": links} if links else {})
+
+
+def install_wheels(session, packages, *others, torch=TORCH, local_links=True):
+    """Install wheels from dist/ with their test requirements, on one version of torch."""
+    wheels = [f"{p}[test] @ {workspace.wheel(p).as_uri()}" for p in packages]
+    install(session, f"torch=={torch}", *wheels, *others, local_links=local_links)
+    check = ROOT / "ci" / "check_installed.py"
+    # From a folder without apex/, so that it cannot be the checkout that is found.
+    with session.chdir(session.create_tmp()):
+        session.run("python", str(check), *packages, env=TEST_ENVIRONMENT, silent=True)
+
+
+def install_for_examples(session):
+    """Install all wheels, torchvision, and what else docs/examples import."""
+    # Without local wheels: a torch among them is of another build than the index's torchvision.
+    vision = f"torchvision=={MATRIX['torch']['torchvision']}"
+    others = ["scikit-learn", "tqdm", "matplotlib"]
+    install_wheels(session, PACKAGES, vision, *others, local_links=False)
+
+
+def pytest(session, *paths, builds=False):
+    """Run pytest; kernels come from the wheel, only tests marked `builds` may compile."""
+    environment = TEST_ENVIRONMENT | {"APEX_CACHE_DIR": str(Path(session.create_tmp(), "cache"))}
+    if not builds:
+        environment["APEX_JIT"] = "0"
+    marker = "builds" if builds else "not builds"
+    own = [a for a in session.posargs if a not in PACKAGES]
+    codes = [0, 5] if builds or own else [0]  # 5: no test was selected
+    command = ["python", "-m", "pytest", "-q", "-m", marker, "--timeout", "600", *paths, *own]
+    session.run(*command, env=environment, success_codes=codes)
+
+
+@nox.session
+def lint(session):
+    """Check style, formatting and the house rules; change nothing (-- --fix to repair)."""
+    install(session, *TOOLS)
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    sources = [str(f) for f in workspace.files("*.h", "*.cpp")]
+    session.run("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources)
+    session.run("python", "ci/lint.py")
+
+
+@nox.session
+def build(session):
+    """Build sdists, and from them wheels with CPU kernels, into dist/ (-- PACKAGE for one)."""
+    # "0" keeps a toolkit that happens to be there from making the wheel another one.
+    environment = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0", **os.environ}
+    wanted = [a for a in session.posargs if a in PACKAGES] or PACKAGES
+    stale = workspace.stale_packages(wanted, environment)
+    if not stale:
+        session.log("dist/ is up to date")
+        return
+    install(session, f"torch=={TORCH}", "build", "hatchling", "ninja")
+    for package in stale:
+        for old in workspace.artifacts(package, "*"):
+            old.unlink()
+        command = ["python", "-m", "build", "--no-isolation", "--outdir", str(DIST)]
+        session.run(*command, f"packages/{package}", env=environment, silent=True)
+        workspace.record_built(package, environment)
+
+
+TESTED = [*PACKAGES, "together", "examples"]
+
+
+@nox.session(requires=["build"])
+@nox.parametrize("package", TESTED, ids=TESTED)
+def tests(session, package):
+    """Install one wheel alone and run its package's tests; then all five, and the rest."""
+    paths = [f"packages/{package}/tests"]
+    if package == "examples":
+        install_for_examples(session)
+        paths = ["docs/examples"]
+    elif package == "together":
+        install_wheels(session, PACKAGES, "nox", "uv", "hatchling", *TOOLS)
+        paths = ["ci", "shared_csrc"]
+    else:
+        install_wheels(session, [package])
+    pytest(session, *paths)
+    pytest(session, *paths, builds=True)
+
+
+def matrix_runs():
+    """Return every torch on this Python, then the newest torch on the other Pythons."""
+    torches = MATRIX["torch"]["versions"]
+    runs = [(THIS_PYTHON, torch) for torch in torches]
+    return runs + [(p, torches[-1]) for p in MATRIX["pythons"] if p != THIS_PYTHON]
+
+
+@nox.session(requires=["build"])
+@nox.parametrize("python,torch", matrix_runs(), ids=["-".join(r[::-1]) for r in matrix_runs()])
+def matrix(session, torch):
+    """Install the same wheels on another torch or Python, and run all packages' tests."""
+    install_wheels(session, PACKAGES, torch=torch)
+    # All of it ran on one torch in `tests`; here a few cases of every test function do.
+    sample = ["-p", "ci.sampling", "--cases-per-test", str(MATRIX["cases_per_test"])]
+    pytest(session, *sample, *(f"packages/{p}/tests" for p in PACKAGES))
+
+
+@nox.session
+@nox.parametrize("backend", ["cuda", "hip"], ids=["cuda", "hip"])
+def kernels(session, backend):
+    """Compile every op of every package for every GPU architecture of ci/matrix.toml."""
+    install(session, f"torch=={TORCH}", "ninja")
+    if backend == "cuda" and not shutil.which("nvcc"):
+        toolkit = MATRIX["cuda"]["toolkit"]
+        install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={toolkit}")
+    if backend == "hip" and not shutil.which("hipcc"):
+        session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
+    session.run("python", "ci/kernels.py", backend, *MATRIX[backend]["archs"])
+
+
+@nox.session(requires=["build"])
+def demo(session):
+    """Train on real images at opt levels O0, O1, O2 and O5; print a table, draw a plot."""
+    install_for_examples(session)
+    session.run("python", "docs/examples/imagenet/demo.py", *session.posargs)
+
+
+@nox.session(requires=["build"])
+def bench(session):
+    """Time kernels against their peers (-- NAME... for some); figures go to docs/benchmarks."""
+    install_wheels(session, PACKAGES, "matplotlib")
+    session.run("python", "ci/benchmarks.py", *session.posargs)
+
+
+@nox.session
+def new_op(session):
+    """Scaffold an op (-- apex-contrib my_op); asks for the names when they are not given."""
+    install(session, *TOOLS)
+    session.run("python", "ci/new_op.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def ci(session):
+    """Run what CI runs: lint, tests, matrix, kernels."""
+    for name in ("lint", "tests", "matrix", "kernels"):
+        session.notify(name)
