@@ -1,0 +1,59 @@
+"""Layer normalization, forward and forward with backward.
+
+Traffic per element, in units of the dtype's size: forward reads x and writes y (2); backward reads
+x and dy and writes dx (3). Weights and statistics are small beside that.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+from apex_testkit.bench import compare
+
+SHAPES = [(4096, 4096), (8192, 1024), (64, 1024), (512, 768)]
+EPS = 1e-5
+
+
+def torch_layer_norm(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def apex_layer_norm(x, weight, bias):
+    return fused_layer_norm_affine(x, weight, bias, x.shape[-1:], EPS)
+
+
+def training_step(norm, x, weight, bias, dy):
+    """Forward and backward; gradients are dropped, so that nothing accumulates."""
+    torch.autograd.grad(norm(x, weight, bias), (x, weight, bias), dy)
+
+
+def run(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+    """Measure one shape and dtype."""
+    x = torch.randn(rows, columns, device=device, dtype=dtype, requires_grad=True)
+    weight, bias = (
+        torch.randn(columns, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
+    )
+    dy = torch.randn_like(x)
+    compiled = torch.compile(torch_layer_norm, dynamic=False)
+    norms = {"apex": apex_layer_norm, "torch": torch_layer_norm, "torch_compiled": compiled}
+    case = f"{str(dtype).removeprefix('torch.')} {rows}x{columns}"
+    size = x.numel() * x.element_size()
+
+    def no_grad(norm):
+        detached = [t.detach() for t in (x, weight, bias)]
+        return lambda: norm(*detached)
+
+    def both(norm):
+        return lambda: training_step(norm, x, weight, bias, dy)
+
+    forward = {name: no_grad(norm) for name, norm in norms.items()}
+    training = {name: both(norm) for name, norm in norms.items()}
+    compare("layer_norm fwd", case, bytes_moved=2 * size, device=device, **forward)
+    compare("layer_norm fwd+bwd", case, bytes_moved=5 * size, device=device, **training)
+
+
+if __name__ == "__main__":
+    for device in ["cuda"] if torch.cuda.is_available() else ["cpu"]:
+        for dtype in (torch.bfloat16, torch.float32):
+            for rows, columns in SHAPES:
+                run(rows, columns, dtype, device)

@@ -1,0 +1,100 @@
+"""Checks of what users pass to normalization; every failure names the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .dtypes import FLOATING
+
+
+def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return ``normalized_shape`` as a tuple; an int is one dimension.
+
+    Raises:
+        ValueError: it is empty or has a size below 1.
+    """
+    if isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    shape = tuple(normalized_shape)
+    if not shape or any(size < 1 for size in shape):
+        raise ValueError(
+            f"normalized_shape must name at least one dimension, each of size 1 or more; "
+            f"got {list(shape)}."
+        )
+    return shape
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Raise ValueError unless ``eps`` is finite and not negative."""
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{name}: eps must be finite and not negative, got {eps}.")
+
+
+def check_operands(
+    name: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    mixed: bool,
+) -> None:
+    """Check the operands of one normalization.
+
+    Raises:
+        TypeError: ``x`` is no floating-point tensor, or dtypes do not go together.
+        ValueError: shapes or devices do not go together, or eps is out of range.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in FLOATING:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(
+            f"{name}: input must be a float64, float32, float16 or bfloat16 tensor, got {got}."
+        )
+    check_eps(name, eps)
+    if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != shape:
+        raise ValueError(
+            f"{name}: normalized_shape is {list(shape)}, but the last dimensions of input are "
+            f"{list(x.shape)[-len(shape) :]} (input: {list(x.shape)})."
+        )
+    if weight is not None:
+        _check_parameter(name, "weight", weight, x, shape)
+        if not mixed and weight.dtype != x.dtype:
+            raise TypeError(
+                f"{name}: weight is {_dtype(weight)}, but input is {_dtype(x)}. Cast one of them, "
+                "or use the mixed-dtype variant, whose result has the weight's dtype."
+            )
+    if bias is not None:
+        _check_parameter(name, "bias", bias, x, shape)
+        if weight is None:
+            raise ValueError(f"{name}: a bias was given without a weight; pass a weight of ones.")
+        if bias.dtype != weight.dtype:
+            raise TypeError(
+                f"{name}: bias is {_dtype(bias)}, but weight is {_dtype(weight)}; cast one of them."
+            )
+
+
+def _check_parameter(name: str, argument: str, tensor: Tensor, x: Tensor, shape) -> None:
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{name}: {argument} must be floating point, got {_dtype(tensor)}.")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name}: {argument} has shape {list(tensor.shape)}, but normalized_shape is "
+            f"{list(shape)} (input: {list(x.shape)})."
+        )
+    if tensor.device != x.device:
+        raise ValueError(
+            f"{name}: {argument} is on {tensor.device}, but input is on {x.device}; "
+            "move one of them."
+        )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def columns_of(shape: tuple[int, ...]) -> int:
+    """Return how many elements are normalized together."""
+    return math.prod(shape)

@@ -1,0 +1,182 @@
+"""Layer and RMS normalization as functions, with Apex's rules for autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .checks import as_shape
+from .dtypes import statistics_dtype
+from .functions import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+)
+
+Shape = int | Sequence[int]
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast floating-point tensors to autocast's dtype where it is enabled for their device.
+
+    float64 input keeps its dtype, as everywhere in torch's autocast, and its parameters with it.
+    """
+    x = tensors[0]
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return tensors
+    if x.dtype == torch.float64 or not x.is_floating_point():
+        return tensors
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    r"""Layer normalization over the last dimensions, with weight and bias, in one pass.
+
+    .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \, w + b
+
+    Mean and biased variance are computed in float32 (float64 for float64 input), the variance in a
+    second pass over the row, so that rows far from zero keep their accuracy.
+
+    Args:
+        input: ``[..., *normalized_shape]``, float64, float32, float16 or bfloat16, any layout
+            (non-contiguous input is copied first).
+        weight: ``normalized_shape``, in the input's dtype.
+        bias: like ``weight``, or None for zero.
+        normalized_shape: sizes of the dimensions that are normalized together; an int is one.
+        eps: added to the variance, in units of ``input ** 2``; ``>= 0``.
+        memory_efficient: keep the output instead of the input for the backward, which saves memory
+            where the next layer keeps the output anyhow. The input is recovered as
+            ``(output - bias) / weight``; gradients then carry the output's rounding, times
+            ``|bias / weight|`` where that is large, and ``xhat`` counts as zero where ``weight`` is
+            zero: such a weight gets no gradient. Weights below ``eps`` are divided by ``eps``.
+
+    Returns:
+        Shape and dtype of ``input``; contiguous. Under autocast everything is cast to the autocast
+        dtype first, which then is the result's (``torch.nn.functional.layer_norm`` returns
+        float32). float64 stays float64.
+
+    Raises:
+        ValueError: shapes or devices do not match, or ``eps`` is negative.
+        TypeError: dtypes are not floating point or differ.
+        RuntimeError: the gradient is differentiated again, which is not supported.
+
+    Source:
+        Ba, Kiros & Hinton, *Layer Normalization*, 2016.
+    """
+    input, weight, bias = _autocast(input, weight, bias)
+    return FusedLayerNormAffineFunction.apply(
+        input, weight, bias, normalized_shape, eps, memory_efficient
+    )
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """:func:`fused_layer_norm_affine` without weight and bias.
+
+    ``memory_efficient`` loses nothing here but the output's rounding.
+    """
+    (input,) = _autocast(input)
+    return FusedLayerNormFunction.apply(input, normalized_shape, eps, memory_efficient)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """:func:`fused_layer_norm_affine` for weights of another dtype, which becomes the result's.
+
+    Every pair of float64, float32, float16 and bfloat16 works; the result is rounded once. A 16-bit
+    input with float32 weights is read and written directly; other pairs cost a cast.
+    """
+    input, weight, bias = _autocast(input, weight, bias)
+    return FusedLayerNormAffineMixedDtypesFunction.apply(
+        input, weight, bias, normalized_shape, eps, memory_efficient
+    )
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    r"""RMS normalization over the last dimensions, with a weight, in one pass.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \, w
+
+    Arguments, results and errors are those of :func:`fused_layer_norm_affine`, without a bias.
+
+    Source:
+        Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
+    """
+    input, weight = _autocast(input, weight)
+    return FusedRMSNormAffineFunction.apply(input, weight, normalized_shape, eps, memory_efficient)
+
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """:func:`fused_rms_norm_affine` without a weight."""
+    (input,) = _autocast(input)
+    return FusedRMSNormFunction.apply(input, normalized_shape, eps, memory_efficient)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """:func:`fused_rms_norm_affine` for a weight of another dtype, which becomes the result's."""
+    input, weight = _autocast(input, weight)
+    return FusedRMSNormAffineMixedDtypesFunction.apply(
+        input, weight, normalized_shape, eps, memory_efficient
+    )
+
+
+def manual_rms_norm(
+    input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float
+) -> Tensor:
+    """RMS normalization in plain PyTorch: the reference, differentiable any number of times.
+
+    Args:
+        input: ``[..., *normalized_shape]``.
+        normalized_shape: sizes of the dimensions that are normalized together; an int is one.
+        weight: ``normalized_shape``, or None.
+        eps: added to the mean square, which is computed in float32 (float64 if either is float64).
+
+    Returns:
+        Shape of ``input``; dtype of ``weight``, or of ``input`` without one, as with the fused
+        functions. With a 16-bit weight the quotient is rounded to its dtype first.
+    """
+    dims = tuple(range(-len(as_shape(normalized_shape)), 0))
+    out_dtype = input.dtype if weight is None else weight.dtype
+    wide = input.to(statistics_dtype(torch.promote_types(input.dtype, out_dtype)))
+    normalized = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    normalized = normalized.to(out_dtype)
+    return normalized if weight is None else weight * normalized
+
+
+def supports_custom_op() -> bool:
+    """Whether this torch has ``torch.library.custom_op``; every torch that Apex runs on does."""
+    return hasattr(torch.library, "custom_op")

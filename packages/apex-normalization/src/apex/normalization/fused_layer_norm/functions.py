@@ -1,0 +1,256 @@
+"""The autograd functions of layer and RMS normalization, under the names that Apex's users apply.
+
+They stay classes with an explicit ``memory_efficient`` argument of ``forward``: Megatron inspects
+its signature. Each validates its arguments, so ``apply`` is as safe as the functions are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .checks import as_shape, check_operands, columns_of
+from .dtypes import cast, kernel_dtypes
+from .ops import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
+
+Shape = int | Sequence[int]
+
+
+class _NoSecondDerivative(Function):
+    """Passes gradients through, and refuses to be differentiated.
+
+    ``once_differentiable`` would do that only where the gradient itself requires one; a gradient
+    penalty on ``y.sum()`` would be ignored in silence.
+    """
+
+    @staticmethod
+    def forward(ctx, name, count, *tensors):
+        ctx.name = name
+        return tuple(t if t is None else t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            f"{ctx.name}: the gradient cannot be differentiated again. Use "
+            "torch.nn.functional.layer_norm or manual_rms_norm where a second derivative is needed."
+        )
+
+
+def _differentiate(ctx: Any, compute: Any, dy: Tensor, *options: bool):
+    """Return compute's gradients; with create_graph, ones that refuse a second derivative."""
+    if not torch.is_grad_enabled():
+        return compute(ctx, dy, *options)
+    with torch.no_grad():
+        grads = compute(ctx, dy, *options)
+    return _NoSecondDerivative.apply(ctx.name, len(grads), *grads, dy, *ctx.saved_tensors)
+
+
+def _layer_norm(
+    ctx: Any, name: str, x: Tensor, weight, bias, shape: Shape, eps, memory_efficient, mixed
+) -> Tensor:
+    """Run the forward and save what the backward reads."""
+    shape = as_shape(shape)
+    check_operands(name, x, weight, bias, shape, eps, mixed)
+    ctx.name, ctx.columns, ctx.eps, ctx.x_dtype = name, columns_of(shape), eps, x.dtype
+    ctx.memory_efficient, ctx.has_bias = memory_efficient, bias is not None
+    out_dtype = x.dtype if weight is None else weight.dtype
+    x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
+    x, weight, bias = (t if t is None else t.contiguous() for t in (x, weight, bias))
+    y, mean, rstd = layer_norm_forward(
+        cast(x, x_dtype), cast(weight, weight_dtype), cast(bias, weight_dtype), ctx.columns, eps
+    )
+    y = cast(y, out_dtype)
+    if memory_efficient:
+        ctx.save_for_backward(y, weight, bias, None, rstd)
+    else:
+        ctx.save_for_backward(x, weight, None, mean, rstd)
+    return y
+
+
+def _layer_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
+    """Return dx, dweight and dbias; the latter None where not wanted."""
+    saved, weight, bias, mean, rstd = ctx.saved_tensors
+    out_dtype = dy.dtype
+    x_dtype, weight_dtype = kernel_dtypes(ctx.x_dtype, out_dtype, ctx.memory_efficient)
+    dx, dweight, dbias = layer_norm_backward(
+        cast(dy.contiguous(), weight_dtype),
+        cast(saved, weight_dtype if ctx.memory_efficient else x_dtype),
+        cast(weight, weight_dtype),
+        cast(bias, weight_dtype),
+        mean,
+        rstd,
+        ctx.columns,
+        ctx.eps,
+        x_dtype,
+        ctx.memory_efficient,
+        weight_grads,
+    )
+    dx = cast(dx, ctx.x_dtype)
+    if not weight_grads:
+        return dx, None, None
+    dweight, dbias = (cast(t, out_dtype).view_as(weight) for t in (dweight, dbias))
+    return dx, dweight, dbias if ctx.has_bias else None
+
+
+def _rms_norm(
+    ctx: Any, name: str, x: Tensor, weight, shape: Shape, eps, memory_efficient, mixed
+) -> Tensor:
+    """Run the forward and save what the backward reads."""
+    shape = as_shape(shape)
+    check_operands(name, x, weight, None, shape, eps, mixed)
+    ctx.name, ctx.columns, ctx.eps, ctx.x_dtype = name, columns_of(shape), eps, x.dtype
+    ctx.memory_efficient = memory_efficient
+    out_dtype = x.dtype if weight is None else weight.dtype
+    x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
+    x, weight = (t if t is None else t.contiguous() for t in (x, weight))
+    y, rstd = rms_norm_forward(cast(x, x_dtype), cast(weight, weight_dtype), ctx.columns, eps)
+    y = cast(y, out_dtype)
+    ctx.save_for_backward(y if memory_efficient else x, weight, rstd)
+    return y
+
+
+def _rms_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
+    """Return dx and dweight; the latter None where not wanted."""
+    saved, weight, rstd = ctx.saved_tensors
+    out_dtype = dy.dtype
+    x_dtype, weight_dtype = kernel_dtypes(ctx.x_dtype, out_dtype, ctx.memory_efficient)
+    dx, dweight = rms_norm_backward(
+        cast(dy.contiguous(), weight_dtype),
+        cast(saved, weight_dtype if ctx.memory_efficient else x_dtype),
+        cast(weight, weight_dtype),
+        rstd,
+        ctx.columns,
+        ctx.eps,
+        x_dtype,
+        ctx.memory_efficient,
+        weight_grads,
+    )
+    dx = cast(dx, ctx.x_dtype)
+    return dx, cast(dweight, out_dtype).view_as(weight) if weight_grads else None
+
+
+class FusedLayerNormAffineFunction(Function):
+    """Layer normalization with weight and bias, both in the input's dtype; bias may be None."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return _layer_norm(
+            ctx,
+            "fused_layer_norm_affine",
+            input,
+            weight,
+            bias,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            mixed=False,
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        wanted = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        return *_differentiate(ctx, _layer_norm_grads, grad_output, wanted), None, None, None
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """Layer normalization whose output has the dtype of weight and bias, whatever the input's."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return _layer_norm(
+            ctx,
+            "mixed_dtype_fused_layer_norm_affine",
+            input,
+            weight,
+            bias,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            mixed=True,
+        )
+
+
+class FusedLayerNormFunction(Function):
+    """Layer normalization without weight and bias."""
+
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
+        return _layer_norm(
+            ctx,
+            "fused_layer_norm",
+            input,
+            None,
+            None,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            mixed=False,
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _differentiate(ctx, _layer_norm_grads, grad_output, False)[0], None, None, None
+
+
+class FusedRMSNormAffineFunction(Function):
+    """RMS normalization with a weight in the input's dtype."""
+
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
+        return _rms_norm(
+            ctx,
+            "fused_rms_norm_affine",
+            input,
+            weight,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            mixed=False,
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        wanted = ctx.needs_input_grad[1]
+        return *_differentiate(ctx, _rms_norm_grads, grad_output, wanted), None, None, None
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """RMS normalization whose output has the weight's dtype, whatever the input's."""
+
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
+        return _rms_norm(
+            ctx,
+            "mixed_dtype_fused_rms_norm_affine",
+            input,
+            weight,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            mixed=True,
+        )
+
+
+class FusedRMSNormFunction(Function):
+    """RMS normalization without weight."""
+
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
+        return _rms_norm(
+            ctx,
+            "fused_rms_norm",
+            input,
+            None,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            mixed=False,
+        )
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _differentiate(ctx, _rms_norm_grads, grad_output, False)[0], None, None, None

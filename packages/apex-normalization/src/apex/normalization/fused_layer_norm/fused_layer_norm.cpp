@@ -1,0 +1,228 @@
+// Registers the layer and RMS normalization ops: checks, types and launch; the mathematics is in
+// layer_norm.h and rms_norm.h.
+#include <tuple>
+
+#include "apex/engine/colwise.h"
+#include "apex/engine/rowwise.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "layer_norm.h"
+#include "rms_norm.h"
+
+namespace apex::normalization {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// Number of rows of `x` seen as [rows, columns], after the checks that make walking it safe.
+int64_t rows_of(const char* op, const char* name, const Tensor& x, int64_t columns) {
+  check(columns > 0, op, ": columns must be positive, got ", columns, ".");
+  check(x.numel() % columns == 0, op, ": ", name, " has ", x.numel(),
+        " elements, which is no multiple of columns = ", columns, ".");
+  check(x.is_contiguous(), op, ": ", name, " must be contiguous, got ", describe(x), ".");
+  return x.numel() / columns;
+}
+
+void check_like(const char* op, const char* name, const Tensor& tensor, int64_t numel,
+                ScalarType dtype, const Tensor& x) {
+  check(tensor.numel() == numel && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
+            tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index(),
+        op, ": ", name, " must be contiguous, with ", numel, " elements of ", dtype_name(dtype),
+        " on the device of x; got ", describe(tensor), ", x is ", describe(x), ".");
+}
+
+// `readable` has at least `columns` elements of W, or there are no rows.
+template <class W, class T>
+Affine<W, T> affine_of(const OptionalTensor& weight, const OptionalTensor& bias,
+                    const Tensor& readable) {
+  auto pointer = [](const Tensor& tensor) { return static_cast<const W*>(tensor.data_ptr()); };
+  return {pointer(weight.value_or(readable)), pointer(bias.value_or(readable)),
+          ValueOr<T>(weight.has_value(), T(1)), ValueOr<T>(bias.has_value(), T(0))};
+}
+
+ScalarType statistics_dtype(ScalarType x) {
+  return x == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// Calls body<X, W>() for equal dtypes and for a 16-bit input with a float32 weight; Python casts
+// other pairs to one of these.
+template <class Body>
+void dispatch_pair(const char* op, ScalarType x, ScalarType weight, Body&& body) {
+  dispatch_floating(op, x, [&]<class X>() {
+    if (weight == scalar_type_of<X>()) return body.template operator()<X, X>();
+    if constexpr (sizeof(X) == 2) {
+      if (weight == ScalarType::Float) return body.template operator()<X, float>();
+    }
+    fail(op, ": no kernel for input in ", dtype_name(x), " with weight in ", dtype_name(weight),
+         ".");
+  });
+}
+
+// Calls body<X, W, from_output>(); from the output there are kernels for equal dtypes alone.
+template <class Body>
+void dispatch_backward(const char* op, ScalarType x, ScalarType weight, bool from_output,
+                       Body&& body) {
+  if (!from_output) {
+    return dispatch_pair(op, x, weight,
+                         [&]<class X, class W>() { body.template operator()<X, W, false>(); });
+  }
+  check(x == weight, op, ": from_output needs one dtype for dx and dy, got ", dtype_name(x),
+        " and ", dtype_name(weight), ".");
+  dispatch_floating(op, x, [&]<class X>() { body.template operator()<X, X, true>(); });
+}
+
+// What forward and backward of both normalizations check alike.
+struct Operands {
+  const char* op;
+  const Tensor& x;  // or the saved tensor
+  int64_t rows, columns;
+  ScalarType x_dtype, weight_dtype;
+
+  void check_affine(const OptionalTensor& weight, const OptionalTensor& bias) const {
+    check(weight || !bias, op, ": a bias needs a weight.");
+    if (weight) check_like(op, "weight", *weight, columns, weight_dtype, x);
+    if (bias) check_like(op, "bias", *bias, columns, weight_dtype, x);
+  }
+  void check_statistics(const char* name, const Tensor& tensor) const {
+    check_like(op, name, tensor, rows, statistics_dtype(x_dtype), x);
+  }
+  Tensor statistics() const {
+    return torch::stable::new_empty(x, {rows}, statistics_dtype(x_dtype));
+  }
+};
+
+Operands forward_operands(const char* op, const Tensor& x, const OptionalTensor& weight,
+                          const OptionalTensor& bias, int64_t columns) {
+  ScalarType dtype = x.scalar_type();
+  Operands operands{op,    x,
+                    rows_of(op, "x", x, columns),
+                    columns, dtype,
+                    weight ? weight->scalar_type() : dtype};
+  operands.check_affine(weight, bias);
+  return operands;
+}
+
+Operands backward_operands(const char* op, const Tensor& dy, const Tensor& saved,
+                           const OptionalTensor& weight, const OptionalTensor& bias,
+                           const Tensor& rstd, int64_t columns, ScalarType dx_dtype,
+                           bool from_output, bool weight_grads) {
+  Operands operands{op,      saved,    rows_of(op, "saved", saved, columns),
+                    columns, dx_dtype, dy.scalar_type()};
+  ScalarType saved_dtype = from_output ? operands.weight_dtype : dx_dtype;
+  check_like(op, "saved", saved, saved.numel(), saved_dtype, saved);
+  check_like(op, "dy", dy, saved.numel(), operands.weight_dtype, saved);
+  check(weight || !weight_grads, op, ": weight_grads needs a weight.");
+  operands.check_affine(weight, bias);
+  operands.check_statistics("rstd", rstd);
+  return operands;
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x,
+                                                      const OptionalTensor& weight,
+                                                      const OptionalTensor& bias, int64_t columns,
+                                                      double eps) {
+  const char* op = "layer_norm_forward";
+  Operands o = forward_operands(op, x, weight, bias, columns);
+  Tensor y = torch::stable::new_empty(x, x.sizes(), o.weight_dtype);
+  Tensor mean = o.statistics(), rstd = o.statistics();
+  Context context(x);
+  dispatch_pair(op, o.x_dtype, o.weight_dtype, [&]<class X, class W>() {
+    using T = compute_t<X>;
+    rowwise(context, o.rows, columns,
+            LayerNormForward<X, W>{data<X>(x, "x"), affine_of<W, T>(weight, bias, weight.value_or(x)),
+                                   data<W>(y, "y"), data<T>(mean, "mean"), data<T>(rstd, "rstd"),
+                                   static_cast<T>(eps)});
+  });
+  return {y, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTensor& weight,
+                                            int64_t columns, double eps) {
+  const char* op = "rms_norm_forward";
+  Operands o = forward_operands(op, x, weight, std::nullopt, columns);
+  Tensor y = torch::stable::new_empty(x, x.sizes(), o.weight_dtype);
+  Tensor rstd = o.statistics();
+  Context context(x);
+  dispatch_pair(op, o.x_dtype, o.weight_dtype, [&]<class X, class W>() {
+    using T = compute_t<X>;
+    rowwise(context, o.rows, columns,
+            RmsNormForward<X, W>{data<X>(x, "x"), affine_of<W, T>(weight, {}, x), data<W>(y, "y"),
+                                 data<T>(rstd, "rstd"), static_cast<T>(eps)});
+  });
+  return {y, rstd};
+}
+
+// dx alone, or dx and the sums over rows in one pass.
+template <class Program>
+void run_backward(const Context& context, const Operands& o, bool weight_grads,
+                  const Program& program) {
+  if (weight_grads) {
+    rowwise_colwise(context, o.rows, o.columns, program);
+  } else {
+    rowwise(context, o.rows, o.columns, program);
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
+    const Tensor& dy, const Tensor& saved, const OptionalTensor& weight,
+    const OptionalTensor& bias, const OptionalTensor& mean, const Tensor& rstd, int64_t columns,
+    double eps, ScalarType dx_dtype, bool from_output, bool weight_grads) {
+  const char* op = "layer_norm_backward";
+  Operands o = backward_operands(op, dy, saved, weight, bias, rstd, columns, dx_dtype, from_output,
+                                 weight_grads);
+  check(mean || from_output, op, ": mean is needed unless from_output.");
+  if (mean) o.check_statistics("mean", *mean);
+  Tensor dx = torch::stable::new_empty(saved, saved.sizes(), dx_dtype);
+  int64_t summed = weight_grads ? columns : 0;
+  Tensor dweight = torch::stable::new_empty(saved, {summed}, o.weight_dtype);
+  Tensor dbias = torch::stable::new_empty(saved, {summed}, o.weight_dtype);
+  Context context(saved);
+  auto run = [&]<class X, class W, bool kFromOutput>() {
+    using Program = LayerNormBackward<X, W, kFromOutput>;
+    using T = compute_t<X>;
+    run_backward(context, o, weight_grads,
+                 Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
+                         affine_of<W, T>(weight, bias, dy),
+                         mean ? data<T>(*mean, "mean") : nullptr, data<T>(rstd, "rstd"), data<X>(dx, "dx"), data<W>(dweight, "dweight"),
+                         data<W>(dbias, "dbias"), smallest_divisor<T>(eps)});
+  };
+  dispatch_backward(op, dx_dtype, o.weight_dtype, from_output, run);
+  return {dx, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& saved,
+                                             const OptionalTensor& weight, const Tensor& rstd,
+                                             int64_t columns, double eps, ScalarType dx_dtype,
+                                             bool from_output, bool weight_grads) {
+  const char* op = "rms_norm_backward";
+  Operands o = backward_operands(op, dy, saved, weight, std::nullopt, rstd, columns, dx_dtype,
+                                 from_output, weight_grads);
+  Tensor dx = torch::stable::new_empty(saved, saved.sizes(), dx_dtype);
+  Tensor dweight =
+      torch::stable::new_empty(saved, {weight_grads ? columns : 0}, o.weight_dtype);
+  Context context(saved);
+  auto run = [&]<class X, class W, bool kFromOutput>() {
+    using Program = RmsNormBackward<X, W, kFromOutput>;
+    using T = compute_t<X>;
+    run_backward(context, o, weight_grads,
+                 Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
+                         affine_of<W, T>(weight, {}, dy), data<T>(rstd, "rstd"), data<X>(dx, "dx"),
+                         data<W>(dweight, "dweight"), smallest_divisor<T>(eps)});
+  };
+  dispatch_backward(op, dx_dtype, o.weight_dtype, from_output, run);
+  return {dx, dweight};
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_normalization, m) {
+  m.impl("layer_norm_forward", TORCH_BOX(&layer_norm_forward));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("rms_norm_forward", TORCH_BOX(&rms_norm_forward));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::normalization

@@ -1,0 +1,227 @@
+"""Layer and RMS normalization as modules, in place of ``torch.nn.LayerNorm`` and ``RMSNorm``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checks import as_shape, check_eps
+from .functional import (
+    fused_layer_norm,
+    fused_layer_norm_affine,
+    fused_rms_norm,
+    fused_rms_norm_affine,
+    mixed_dtype_fused_layer_norm_affine,
+    mixed_dtype_fused_rms_norm_affine,
+)
+
+Shape = int | Sequence[int]
+
+
+class _Norm(nn.Module):
+    """What layer and RMS normalization share: shape, eps, options and the weight."""
+
+    def __init__(self, normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype):
+        super().__init__()
+        check_eps(type(self).__name__, eps)
+        self.normalized_shape = torch.Size(as_shape(normalized_shape))
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        self._add_parameter("weight", elementwise_affine, device, dtype)
+
+    def _add_parameter(self, name: str, exists: bool, device, dtype) -> None:
+        parameter = None
+        if exists:
+            parameter = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        self.register_parameter(name, parameter)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{tuple(self.normalized_shape)}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}"
+        )
+
+
+class FusedLayerNorm(_Norm):
+    r"""Layer normalization over the last dimensions that reads each row once.
+
+    .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \, w + b
+
+    Args:
+        normalized_shape: sizes of the last dimensions of the input that are normalized together;
+            an int is one dimension.
+        eps: added to the biased variance, in units of ``input ** 2``; ``>= 0``.
+        elementwise_affine: whether there are weight and bias, else both are None.
+        memory_efficient: keep the output instead of the input for the backward; see
+            :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine` for what it loses.
+        bias: whether there is a bias beside the weight.
+        device, dtype: of the parameters.
+
+    Shape and dtype:
+        Input ``[..., *normalized_shape]`` in float64, float32, float16 or bfloat16, and in the
+        weight's dtype; output the same. Under autocast the output has the autocast dtype.
+
+    Raises:
+        ValueError: shapes or devices do not match, or ``eps`` is negative.
+        TypeError: the input is not floating point, or not in the weight's dtype; use
+            :class:`MixedFusedLayerNorm` for that.
+
+    Note:
+        ``state_dict`` has ``weight`` and ``bias``, as that of :class:`torch.nn.LayerNorm`.
+
+    Source:
+        Ba, Kiros & Hinton, *Layer Normalization*, 2016.
+
+    Example:
+        >>> norm = FusedLayerNorm(64)
+        >>> norm(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        *,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype)
+        self._add_parameter("bias", elementwise_affine and bias, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight is None:
+            return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+        )
+
+
+class FusedRMSNorm(_Norm):
+    r"""RMS normalization over the last dimensions that reads each row once.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \, w
+
+    Arguments, dtypes and errors are those of :class:`FusedLayerNorm`; there is no bias.
+
+    Source:
+        Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
+
+    Example:
+        >>> norm = FusedRMSNorm(64, eps=1e-6)
+        >>> norm(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight is None:
+            return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
+        return fused_rms_norm_affine(
+            input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
+        )
+
+
+def _mixed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that mean something; complain about the others."""
+    if "elementwise_affine" in options:
+        warnings.warn(f"{name}: elementwise_affine is always True here.", stacklevel=3)
+        if not options["elementwise_affine"]:
+            raise RuntimeError(
+                f"{name} has a weight by definition: its result takes the weight's dtype. For "
+                f"elementwise_affine=False use {name.removeprefix('Mixed')}."
+            )
+    known = {key: options[key] for key in ("bias", "device", "dtype") if key in options}
+    ignored = sorted(options.keys() - known.keys() - {"elementwise_affine"})
+    if ignored:
+        warnings.warn(f"{name}: ignored the keywords {', '.join(ignored)}.", stacklevel=3)
+    return known
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """:class:`FusedLayerNorm` for input of any floating-point dtype; the weight's is the result's.
+
+    Always has weight and bias. Other keywords than those of :class:`FusedLayerNorm` are ignored
+    with a warning.
+
+    Raises:
+        RuntimeError: ``elementwise_affine=False``.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        options = _mixed_options("MixedFusedLayerNorm", kwargs)
+        super().__init__(normalized_shape, eps, True, memory_efficient, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mixed_dtype_fused_layer_norm_affine(
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+        )
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """:class:`FusedRMSNorm` for input of any floating-point dtype; the weight's is the result's.
+
+    Always has a weight. Other keywords than those of :class:`FusedRMSNorm` are ignored with a
+    warning.
+
+    Raises:
+        RuntimeError: ``elementwise_affine=False``.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        options = _mixed_options("MixedFusedRMSNorm", kwargs)
+        if options.pop("bias", False):
+            raise ValueError("MixedFusedRMSNorm: RMS normalization has no bias, got bias=True.")
+        super().__init__(normalized_shape, eps, True, memory_efficient, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mixed_dtype_fused_rms_norm_affine(
+            input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
+        )

@@ -1,0 +1,132 @@
+"""The layer and RMS normalization operators: schemas, documentation and fake kernels.
+
+They work on raw memory: contiguous tensors, taken as matrices ``[rows, columns]``. "Statistics" are
+float32, or float64 for float64 input. Kernels exist for weights in the input's dtype and for
+float32 weights with 16-bit input; ``dtypes.py`` casts other combinations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._ops import library
+from .dtypes import statistics_dtype
+
+
+@library.define(
+    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int columns, float eps)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)"
+)
+def layer_norm_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``y = (x - mean) * rstd * weight + bias`` over runs of ``columns`` elements.
+
+    Args:
+        x: any shape with a multiple of ``columns`` elements.
+        weight, bias: ``columns`` elements of one dtype; None is 1 and 0. A bias needs a weight.
+        columns: elements that are normalized together.
+        eps: added to the biased variance, in units of ``x ** 2``.
+
+    Returns:
+        y: shape of ``x``, dtype of ``weight`` (of ``x`` without one).
+        mean, rstd: statistics, ``[rows]``.
+
+    Source:
+        Ba, Kiros & Hinton, *Layer Normalization*, 2016.
+    """
+    y = torch.empty_like(x, dtype=_output_dtype(x, weight), memory_format=torch.contiguous_format)
+    return y, _statistics(x, x.dtype, columns), _statistics(x, x.dtype, columns)
+
+
+@library.define(
+    "layer_norm_backward(Tensor dy, Tensor saved, Tensor? weight, Tensor? bias, Tensor? mean, "
+    "Tensor rstd, int columns, float eps, ScalarType dx_dtype, bool from_output, "
+    "bool weight_grads) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+)
+def layer_norm_backward(
+    dy: Tensor,
+    saved: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    columns: int,
+    eps: float,
+    dx_dtype: torch.dtype,
+    from_output: bool,
+    weight_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`layer_norm_forward`.
+
+    Args:
+        dy: gradient of ``y``, in its shape and dtype.
+        saved: the input ``x``, or the output ``y`` if ``from_output``.
+        weight, bias: as given to the forward; ``bias`` is read only if ``from_output``.
+        mean: as returned by the forward; may be None if ``from_output``.
+        rstd: as returned by the forward.
+        columns: as given to the forward.
+        eps: as given to the forward. Recovering ``xhat`` from ``y`` divides by
+            ``sign(weight) * max(abs(weight), eps)``.
+        dx_dtype: dtype of ``x``.
+        from_output: recover ``xhat = (y - bias) / weight`` instead of reading ``x``.
+        weight_grads: compute ``dweight`` and ``dbias`` too; needs a weight.
+
+    Returns:
+        dx: shape of ``saved``, ``dx_dtype``.
+        dweight, dbias: ``[columns]`` in ``dy``'s dtype, summed in the statistics' dtype, the same
+        bits for the same number of threads; ``[0]`` without ``weight_grads``.
+    """
+    dx = torch.empty_like(saved, dtype=dx_dtype, memory_format=torch.contiguous_format)
+    return dx, _column_sums(dy, columns, weight_grads), _column_sums(dy, columns, weight_grads)
+
+
+@library.define(
+    "rms_norm_forward(Tensor x, Tensor? weight, int columns, float eps) -> (Tensor y, Tensor rstd)"
+)
+def rms_norm_forward(
+    x: Tensor, weight: Tensor | None, columns: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x ** 2) + eps)``.
+
+    Arguments and results are those of :func:`layer_norm_forward`, without bias and mean.
+
+    Source:
+        Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
+    """
+    y = torch.empty_like(x, dtype=_output_dtype(x, weight), memory_format=torch.contiguous_format)
+    return y, _statistics(x, x.dtype, columns)
+
+
+@library.define(
+    "rms_norm_backward(Tensor dy, Tensor saved, Tensor? weight, Tensor rstd, int columns, "
+    "float eps, ScalarType dx_dtype, bool from_output, bool weight_grads)"
+    " -> (Tensor dx, Tensor dweight)"
+)
+def rms_norm_backward(
+    dy: Tensor,
+    saved: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    columns: int,
+    eps: float,
+    dx_dtype: torch.dtype,
+    from_output: bool,
+    weight_grads: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward`."""
+    dx = torch.empty_like(saved, dtype=dx_dtype, memory_format=torch.contiguous_format)
+    return dx, _column_sums(dy, columns, weight_grads)
+
+
+def _output_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    return x.dtype if weight is None else weight.dtype
+
+
+def _statistics(x: Tensor, x_dtype: torch.dtype, columns: int) -> Tensor:
+    return x.new_empty([x.numel() // columns], dtype=statistics_dtype(x_dtype))
+
+
+def _column_sums(dy: Tensor, columns: int, wanted: bool) -> Tensor:
+    return dy.new_empty([columns if wanted else 0])
