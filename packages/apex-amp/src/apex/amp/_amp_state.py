@@ -1,0 +1,70 @@
+"""The one object that holds amp's process-wide state, and the helpers that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ._properties import Properties
+    from .handle import AmpHandle, NoOpHandle
+    from .scaler import LossScaler
+
+
+class AmpState:
+    """What ``amp.initialize`` decided, for the functions that are called later.
+
+    Attributes:
+        hard_override: set it to True to turn refusals about options into printed warnings.
+        allow_incoming_model_not_fp32: set it to True to skip the check of the models' dtypes.
+        verbosity: 0 is silent; see :func:`apex.amp.initialize`.
+        opt_properties: the options in force; absent before ``initialize``.
+        loss_scalers: one :class:`~apex.amp.scaler.LossScaler` per loss; absent likewise.
+        min_loss_scale, max_loss_scale: bounds of dynamic scaling; absent likewise.
+        handle: switches casts on and off; absent before ``initialize`` or ``init``.
+    """
+
+    opt_properties: Properties
+    loss_scalers: list[LossScaler]
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    handle: AmpHandle | NoOpHandle
+
+    def __init__(self) -> None:
+        self.hard_override = False
+        self.allow_incoming_model_not_fp32 = False
+        self.verbosity = 1
+
+
+_amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Raise ``RuntimeError(msg)``, or print it as a warning if ``_amp_state.hard_override``."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    maybe_print(f"Warning: {msg}")
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print ``msg`` unless verbosity is 0; with ``rank0`` only on the first process."""
+    if _amp_state.verbosity <= 0:
+        return
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not (rank0 and has_ranks and torch.distributed.get_rank() != 0):
+        print(msg)
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the parameters that ``optimizer`` updates: float32 masters where amp made some.
+
+    Use it to clip or inspect gradients after a :func:`~apex.amp.scale_loss` block, where the
+    gradients of these parameters are unscaled.
+
+    Args:
+        optimizer: an optimizer that was given to ``amp.initialize``, or any other.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,176 @@
+"""Autocast for one handle: in force in the thread that activated it, and in every model call."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._amp_state import maybe_print
+
+
+class _ThreadState(threading.local):
+    """What holds in one thread; torch keeps the autocast state per thread, too."""
+
+    def __init__(self) -> None:
+        self.ambient: contextlib.ExitStack | None = None  # casts are on outside of model calls
+        self.disabled_depth = 0  # nested disable_casts blocks
+        self.is_in_backward = False  # casts are off for the C++ formulas of a backward pass
+
+
+class Casting:
+    """Switches autocast on and off for a dtype and some device types.
+
+    Args:
+        dtype: float16 or bfloat16.
+        device_types: such as ``("cpu", "cuda")``.
+        cache_enabled: within a model call, cast each weight once however often it is used.
+        verbose: print every cast of a floating-point tensor.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device_types: Sequence[str], cache_enabled: bool, verbose: bool
+    ) -> None:
+        self.dtype = dtype
+        self.device_types = tuple(device_types)
+        self.cache_enabled = cache_enabled
+        self.verbose = verbose
+        self.is_on = False
+        self._thread = _ThreadState()
+
+    def __deepcopy__(self, memo: dict) -> Casting:
+        return self  # a copied model or optimizer shares the process's casts
+
+    def activate(self) -> None:
+        """Switch casts on in this thread until :meth:`deactivate`."""
+        self.is_on = True
+        ambient = contextlib.ExitStack()
+        # Without a cache: a weight that changes outside of amp's sight must not stay cast.
+        ambient.enter_context(self._autocast(enabled=True, cache_enabled=False))
+        self._thread.ambient = ambient
+
+    def deactivate(self) -> None:
+        """Switch casts off for good, and restore this thread's autocast state."""
+        self.is_on = False
+        self.leave_thread()
+
+    def leave_thread(self) -> None:
+        """Keep casts for model calls only, in this thread."""
+        ambient, self._thread.ambient = self._thread.ambient, None
+        if ambient is not None:
+            ambient.close()
+
+    def is_active(self) -> bool:
+        """Whether functions cast their arguments in this thread, now or in the next model call."""
+        if torch.compiler.is_compiling():
+            # Dynamo cannot read thread-local objects, but it guards on autocast's own state.
+            return self.is_on and any(torch.is_autocast_enabled(d) for d in self.device_types)
+        return self.is_on and self._thread.disabled_depth == 0
+
+    @contextlib.contextmanager
+    def model_call(self) -> Iterator[None]:
+        """Casts for one call of a model, in any thread, unless they were switched off."""
+        thread = self._thread
+        if not self.is_on or thread.disabled_depth:
+            yield
+        elif thread.ambient is None or thread.is_in_backward:
+            with self._autocast(enabled=True, cache_enabled=self.cache_enabled):
+                yield
+        else:
+            with _weight_cache(self.cache_enabled):
+                yield
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """No casts in this thread, nor in model calls."""
+        if torch.compiler.is_compiling():
+            with self._autocast(enabled=False):
+                yield
+            return
+        self._thread.disabled_depth += 1
+        try:
+            with self._autocast(enabled=False):
+                yield
+        finally:
+            self._thread.disabled_depth -= 1
+
+    @contextlib.contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Casts again, within :meth:`disabled`; for the closure of a step."""
+        thread = self._thread
+        depth, thread.disabled_depth = thread.disabled_depth, 0
+        try:
+            with self._autocast(enabled=self.is_on, cache_enabled=False):
+                yield
+        finally:
+            thread.disabled_depth = depth
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """No casts but in model calls.
+
+        Autograd's formulas go through autocast as well: the backward pass of a float32 region would
+        run in 16 bits if casts stayed on.
+        """
+        thread = self._thread
+        before, thread.is_in_backward = thread.is_in_backward, True
+        try:
+            with self._autocast(enabled=False):
+                yield
+        finally:
+            thread.is_in_backward = before
+
+    @contextlib.contextmanager
+    def _autocast(self, enabled: bool, cache_enabled: bool = False) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device_type in self.device_types:
+                context = torch.autocast(
+                    device_type, dtype=self.dtype, enabled=enabled, cache_enabled=cache_enabled
+                )
+                stack.enter_context(context)
+            if enabled and self.verbose:
+                stack.enter_context(_CastPrinter())
+            yield
+
+
+@contextlib.contextmanager
+def _weight_cache(enabled: bool) -> Iterator[None]:
+    """Autocast's cache, empty at both ends: weights change between calls, and so may grad mode."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
+class _CastPrinter(TorchDispatchMode):
+    """Prints every change of a floating-point dtype, for ``verbosity=2``."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default:
+            source = args[0]
+            if source.is_floating_point() and source.dtype is not result.dtype:
+                before, after = (str(t.dtype).removeprefix("torch.") for t in (source, result))
+                maybe_print(f"amp: cast {before} to {after}: {list(source.shape)} {source.device}")
+        return result
+
+
+def device_types_in_use(tensors: Sequence[torch.Tensor] = ()) -> tuple[str, ...]:
+    """The device types to cast on: those of ``tensors``, and the accelerator if there is one.
+
+    A model may move to the accelerator later. The CPU counts only if a tensor is there (or there
+    are none to tell): with a model on a GPU, what runs on the CPU is the preparation of data.
+    """
+    found = {t.device.type for t in tensors} - {"meta"} or {"cpu"}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        found.add(accelerator.type)
+    return tuple(sorted(d for d in found if torch.amp.is_autocast_available(d)))

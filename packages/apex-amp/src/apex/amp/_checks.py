@@ -1,0 +1,105 @@
+"""Refuses models and optimizers that cannot be initialized, before anything is changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ._amp_state import warn_or_err
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+# A class of a sibling wheel can only occur if its module was imported: amp need not import it.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"),
+    ("apex.parallel.distributed", "DistributedDataParallel"),
+)
+_FP16_OPTIMIZERS = (
+    ("apex.fp16_utils", "FP16_Optimizer"),
+    ("apex.fp16_utils.fp16_optimizer", "FP16_Optimizer"),
+    ("apex.contrib.optimizers", "FP16_Optimizer"),
+    ("apex.contrib.optimizers.fp16_optimizer", "FP16_Optimizer"),
+)
+
+
+def _imported(places: Sequence[tuple[str, str]]) -> tuple[type, ...]:
+    """The classes among ``places`` whose modules have been imported."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in places)
+    return tuple(item for item in found if isinstance(item, type))
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether amp can work with ``value``: a torch optimizer, or an ``apex.parallel.LARC``."""
+    return isinstance(value, (torch.optim.Optimizer, *_imported([("apex.parallel.LARC", "LARC")])))
+
+
+def check_models(models: Sequence[torch.nn.Module]) -> None:
+    """Raise ``RuntimeError`` if a model is wrapped for data parallelism already."""
+    wrappers = _imported(_WRAPPERS)
+    for i, model in enumerate(models):
+        if isinstance(model, wrappers):
+            kind = type(model)
+            raise RuntimeError(
+                f"amp.initialize: models[{i}] is a {kind.__module__}.{kind.__qualname__}. Call "
+                "amp.initialize on the model itself, and wrap what it returns."
+            )
+
+
+def check_params_fp32(models: Sequence[torch.nn.Module]) -> None:
+    """Refuse floating-point parameters other than float32, and 16-bit buffers.
+
+    Raises:
+        RuntimeError: naming the tensor; with ``_amp_state.hard_override`` it is printed.
+    """
+    for model in models:
+        for kind, name, tensor in _named_tensors(model):
+            is_wrong = (
+                tensor.dtype in _HALVES
+                if kind == "buffer"
+                else tensor.is_floating_point() and tensor.dtype is not torch.float32
+            )
+            if is_wrong:
+                warn_or_err(
+                    f"amp.initialize: {kind} {name} of {type(model).__name__} is {tensor.dtype}; "
+                    "expected torch.float32. Leave casts to amp: remove calls of .half() or "
+                    ".bfloat16() on the model."
+                )
+
+
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield "parameter", name, parameter
+    for name, buffer in model.named_buffers():
+        yield "buffer", name, buffer
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise for an ``FP16_Optimizer``, for what is no optimizer, and for a second initialization.
+
+    Raises:
+        RuntimeError: an ``FP16_Optimizer``, or an optimizer that amp has processed before.
+        TypeError: anything else that is not an optimizer.
+    """
+    for i, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, _imported(_FP16_OPTIMIZERS)):
+            raise RuntimeError(
+                f"amp.initialize: optimizers[{i}] is an FP16_Optimizer. amp makes master weights "
+                "itself: pass the optimizer that it wraps."
+            )
+        if not is_optimizer(optimizer):
+            raise TypeError(
+                f"amp.initialize: optimizers[{i}] must be a torch.optim.Optimizer or an "
+                f"apex.parallel.LARC, got {type(optimizer).__name__}."
+            )
+        if hasattr(optimizer, "_amp_stash"):
+            raise RuntimeError(
+                f"amp.initialize: optimizers[{i}] ({type(optimizer).__name__}) has been "
+                "initialized before. Call amp.initialize once per optimizer; make a new one to "
+                "start again."
+            )
+    if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
+        raise RuntimeError("amp.initialize: an optimizer occurs twice in optimizers.")

@@ -1,0 +1,68 @@
+"""What amp puts in the place of a model's ``forward``: casts of inputs, outputs and arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ._amp_state import _amp_state
+from ._nested import applier, to_type
+
+
+class AmpForward:
+    """Calls a model's forward in another precision.
+
+    An object and not a closure, so that a deep copy or an unpickled model calls its own forward.
+
+    Args:
+        module: the model; its present ``forward`` is what is called.
+        input_dtype: floating-point inputs are cast to it; None leaves them.
+        output_dtype: floating-point outputs are cast to it; None leaves them.
+        casts: run in the casts of the handle in force.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        input_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        casts: bool,
+    ) -> None:
+        forward = module.forward
+        # Initialized a second time: the last call decides.
+        self._forward = forward._forward if isinstance(forward, AmpForward) else forward
+        self._module = module
+        self.input_dtype = input_dtype
+        self.output_dtype = output_dtype
+        self.casts = casts
+
+    def install(self) -> None:
+        """Take the place of the model's ``forward``."""
+        self._module.forward = self
+        # DataParallel copies a module's __dict__ into replicas, which would call the original.
+        self._module._replicate_for_data_parallel = self._replicate
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._forward  # for inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.input_dtype is not None:
+            cast = functools.partial(to_type, self.input_dtype)
+            args, kwargs = applier(args, cast), applier(kwargs, cast)
+        if self.casts and not torch.compiler.is_compiling():
+            with _amp_state.handle._model_call():
+                output = self._forward(*args, **kwargs)
+        else:  # Dynamo captures the autocast state around the call, and guards on it
+            output = self._forward(*args, **kwargs)
+        if self.output_dtype is not None:
+            output = applier(output, functools.partial(to_type, self.output_dtype))
+        return output
+
+    def _replicate(self) -> torch.nn.Module:
+        replica = type(self._module)._replicate_for_data_parallel(self._module)
+        del replica.__dict__["forward"], replica.__dict__["_replicate_for_data_parallel"]
+        AmpForward(replica, self.input_dtype, self.output_dtype, self.casts).install()
+        return replica

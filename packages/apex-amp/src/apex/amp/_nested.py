@@ -1,0 +1,54 @@
+"""Casts of floating-point tensors inside of nested arguments and outputs."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+_SEQUENCES = (list, set, frozenset, collections.deque)
+
+
+def to_type(dtype: torch.dtype, t: Any) -> Any:
+    """Cast ``t`` to ``dtype``: a tensor if it is floating point, anything else by its ``.to``."""
+    if isinstance(t, torch.Tensor):
+        return t.to(dtype) if t.is_floating_point() else t
+    return t.to(dtype)
+
+
+def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Apply ``fn`` to the tensors in ``value``, and to objects with a method ``to``.
+
+    Lists, tuples (named ones, too), sets, deques and mappings are rebuilt with their own type,
+    iterators become iterators. Modules, arrays and everything else are left as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, (str, bytes, type, torch.nn.Module)):
+        return value
+    if hasattr(value, "to"):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return _apply_to_mapping(value, fn)
+    if isinstance(value, tuple):
+        items = [applier(item, fn) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, _SEQUENCES):
+        return type(value)(applier(item, fn) for item in value)
+    if isinstance(value, Iterator):
+        return (applier(item, fn) for item in value)
+    return value
+
+
+def _apply_to_mapping(value: Mapping, fn: Callable[[Any], Any]) -> Mapping:
+    items = {key: applier(item, fn) for key, item in value.items()}
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    # Keeps what a subclass has besides its items, such as the attributes of a model's output.
+    result = copy.copy(value)
+    for key, item in items.items():
+        result[key] = item
+    return result

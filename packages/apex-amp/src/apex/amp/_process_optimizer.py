@@ -1,0 +1,286 @@
+"""Fits an optimizer with master weights, unscaling and the skipping of steps, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _grads, _optimizer_methods
+from ._grads import (
+    post_backward_models_are_masters,
+    post_backward_no_master_weights,
+    post_backward_no_master_weights_FusedSGD,
+    post_backward_with_master_weights,
+    post_backward_with_master_weights_FusedSGD,
+    prepare_backward_no_master_weights,
+    prepare_backward_no_master_weights_FusedSGD,
+    prepare_backward_with_master_weights,
+    prepare_backward_with_master_weights_FusedSGD,
+)
+from ._masters import HALVES, make_master
+from .multi_tensor.lists import scale_lists
+
+if TYPE_CHECKING:
+    from ._properties import Properties
+
+__all__ = [
+    "AmpOptimizerState",
+    "lazy_init_no_master_weights",
+    "lazy_init_with_master_weights",
+    "post_backward_models_are_masters",
+    "post_backward_no_master_weights",
+    "post_backward_no_master_weights_FusedSGD",
+    "post_backward_with_master_weights",
+    "post_backward_with_master_weights_FusedSGD",
+    "prepare_backward_no_master_weights",
+    "prepare_backward_no_master_weights_FusedSGD",
+    "prepare_backward_with_master_weights",
+    "prepare_backward_with_master_weights_FusedSGD",
+]
+
+_ADDED_METHODS = (
+    "_lazy_init_maybe_master_weights",
+    "_master_params_to_model_params",
+    "_prepare_amp_backward",
+    "_post_amp_backward",
+    "_abort_amp_backward",
+    "_amp_lazy_init",
+)
+_FUSED_SGD_ATTRIBUTES = ("materialize_master_grads", "most_recent_scale", "scale_set_by_backward")
+
+
+class AmpOptimizerState:
+    """What amp keeps with an optimizer, as its attribute ``_amp_stash``.
+
+    Attributes:
+        lazy_init_called: parameters have been sorted into the lists below.
+        already_patched: the next step is going to be skipped.
+        params_have_scaled_gradients: the last backward pass delayed its unscaling.
+        fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups: with master weights, per
+            parameter group: the model's 16-bit parameters, their masters, the float32 ones.
+        all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: the same, flat.
+        all_fp32_params: float32 parameters, without master weights.
+        all_fp16_grad_stash, all_fp32_grad_stash, all_fp32_from_fp32_grad_stash: gradients of
+            earlier backward passes during a backward pass; else None.
+    """
+
+    def __init__(self) -> None:
+        self.lazy_init_called = False
+        self.already_patched = False
+        self.params_have_scaled_gradients = False
+        self.has_masters = False
+        self.is_prepared = False
+        self.writes_model_params = False  # the optimizer rounds masters into the model itself
+        self.skip_notice = ""
+        self.originals: dict[str, Callable] = {}
+        self.frozen: list[tuple[int, torch.Tensor]] = []  # (group, parameter without requires_grad)
+        for name in (
+            *("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"),
+            *("all_fp16_params", "all_fp32_from_fp16_params", "all_fp32_from_fp32_params"),
+            *("all_fp32_params", "all_fp16_grad_stash", "all_fp32_grad_stash"),
+            "all_fp32_from_fp32_grad_stash",
+        ):
+            setattr(self, name, [])
+
+    def enlist(self, param: torch.Tensor) -> None:
+        """Put a parameter into the lists, without a master."""
+        kind = "fp16" if param.dtype in HALVES else "fp32"
+        getattr(self, f"all_{kind}_params").append(param)
+        getattr(self, f"all_{kind}_grad_stash").append(None)
+
+    def skip_next_step(self, loss_id: int, new_scale: float) -> None:
+        """Let the next step do nothing, whatever number of backward passes ask for it."""
+        if not self.already_patched:
+            self.already_patched = True
+            self.skip_notice = (
+                f"amp: gradient overflow, skipping this step; loss scaler {loss_id} reduces its "
+                f"scale to {new_scale}."
+            )
+
+
+def is_fused_sgd(optimizer: Any) -> bool:
+    """Whether the optimizer can unscale gradients and write the model's parameters itself."""
+    return all(hasattr(optimizer, name) for name in _FUSED_SGD_ATTRIBUTES)
+
+
+def _check_params(groups: list[dict[str, Any]], masters: bool) -> None:
+    for g, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            is_left_alone = masters and not param.requires_grad
+            if not is_left_alone and param.dtype not in (*HALVES, torch.float32):
+                raise TypeError(
+                    f"amp: param_groups[{g}]['params'][{i}] is {param.dtype} on {param.device}; "
+                    "optimizers under amp take float32, float16 and bfloat16 parameters."
+                )
+
+
+def lazy_init_with_master_weights(self: Any) -> None:
+    """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
+
+    Done late, so that what happens to the model between ``initialize`` and training (loading of a
+    checkpoint, broadcast from another process) reaches the masters.
+
+    Raises:
+        TypeError: a parameter that needs gradients is not float32, float16 or bfloat16.
+    """
+    stash = self._amp_stash
+    _check_params(self.param_groups, masters=True)
+    for index, group in enumerate(self.param_groups):
+        for name in ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"):
+            getattr(stash, name).append([])
+        group["params"] = [_enlist_with_master(self, index, p) for p in group["params"]]
+    if self.state:  # in the dtype of the parameters, which has changed
+        stash.originals["load_state_dict"](self.state_dict())
+
+
+def _enlist_with_master(self: Any, group: int, param: torch.Tensor) -> torch.Tensor:
+    """Put a parameter into the lists; returns what the optimizer steps on instead of it."""
+    stash = self._amp_stash
+    if not param.requires_grad:
+        stash.frozen.append((group, param))
+        return param
+    if param.dtype not in HALVES:
+        stash.fp32_from_fp32_groups[group].append(param)
+        stash.all_fp32_from_fp32_params.append(param)
+        stash.all_fp32_from_fp32_grad_stash.append(None)
+        return param
+    master = make_master(param)
+    stash.fp16_groups[group].append(param)
+    stash.fp32_from_fp16_groups[group].append(master)
+    stash.all_fp16_params.append(param)
+    stash.all_fp32_from_fp16_params.append(master)
+    stash.all_fp16_grad_stash.append(None)
+    if param in self.state:
+        self.state[master] = self.state.pop(param)
+    return master
+
+
+def lazy_init_no_master_weights(self: Any) -> None:
+    """Sort parameters into 16-bit and float32 ones.
+
+    Raises:
+        TypeError: a parameter is neither.
+    """
+    _check_params(self.param_groups, masters=False)
+    for group in self.param_groups:
+        for param in group["params"]:
+            self._amp_stash.enlist(param)
+
+
+def _amp_lazy_init(self: Any) -> None:
+    """Sort the parameters if that has not been done, and take in those unfrozen since."""
+    stash = self._amp_stash
+    if not stash.lazy_init_called:
+        with torch.no_grad():
+            self._lazy_init_maybe_master_weights()
+        stash.lazy_init_called = True
+    elif any(param.requires_grad for _, param in stash.frozen):
+        _adopt_unfrozen(self)
+
+
+def _adopt_unfrozen(self: Any) -> None:
+    """Give masters to parameters that were frozen when the lists were made, and are not now."""
+    frozen, self._amp_stash.frozen = self._amp_stash.frozen, []
+    with torch.no_grad():
+        for index, param in frozen:
+            replacement = _enlist_with_master(self, index, param)
+            params = self.param_groups[index]["params"]
+            params[:] = [replacement if p is param else p for p in params]
+
+
+def _master_params_to_model_params(self: Any) -> None:
+    """Round the masters into the model's parameters."""
+    stash = self._amp_stash
+    ignored: dict[torch.device, torch.Tensor] = {}
+
+    def flag_of(device: torch.device) -> torch.Tensor:
+        if device not in ignored:
+            ignored[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return ignored[device]
+
+    if stash.all_fp16_params:
+        with torch.no_grad():
+            scale_lists(stash.all_fp32_from_fp16_params, stash.all_fp16_params, flag_of, 1.0)
+
+
+def _prepare_amp_backward(self: Any) -> None:
+    stash = self._amp_stash
+    stash.is_prepared = True
+    _hooks(self)[0](self)
+
+
+def _post_amp_backward(self: Any, scaler: Any) -> None:
+    with torch.no_grad():
+        _hooks(self)[1](self, scaler)
+    self._amp_stash.is_prepared = False
+
+
+def _abort_amp_backward(self: Any) -> None:
+    """Put back the gradients of before a backward pass that failed."""
+    stash = self._amp_stash
+    if not stash.is_prepared:
+        return
+    stash.is_prepared = False
+    is_stashed = not stash.has_masters or not getattr(self, "materialize_master_grads", True)
+    if is_stashed:
+        _grads.restore_grads(stash.all_fp16_params, stash.all_fp16_grad_stash)
+    else:
+        for param in stash.all_fp16_params:
+            param.grad = None
+    _grads.restore_grads(stash.all_fp32_params, stash.all_fp32_grad_stash)
+    _grads.restore_grads(stash.all_fp32_from_fp32_params, stash.all_fp32_from_fp32_grad_stash)
+
+
+def _hooks(self: Any) -> tuple[Callable, Callable]:
+    """What to do before and after a backward pass."""
+    masters = "with" if self._amp_stash.has_masters else "no"
+    suffix = "_FusedSGD" if is_fused_sgd(self) else ""
+    names = (f"{when}_backward_{masters}_master_weights{suffix}" for when in ("prepare", "post"))
+    prepare, post = (getattr(_grads, name) for name in names)
+    return prepare, post
+
+
+def check_is_unprocessed(optimizer: Any) -> None:
+    """Raise ``RuntimeError`` if the optimizer has an attribute that amp is going to add."""
+    for name in ("_amp_stash", *_ADDED_METHODS):
+        if hasattr(optimizer, name):
+            raise RuntimeError(
+                f"amp.initialize: {type(optimizer).__name__} already has an attribute {name}. An "
+                "optimizer can be initialized once; make a new one to start again."
+            )
+
+
+def _process_optimizer(optimizer: Any, properties: Properties) -> Any:
+    """Add the stash and amp's methods to ``optimizer``, and replace some of its own; returns it.
+
+    Raises:
+        RuntimeError: it has been processed before; nothing is changed then.
+    """
+    check_is_unprocessed(optimizer)
+    stash = optimizer._amp_stash = AmpOptimizerState()
+    stash.has_masters = bool(properties.master_weights)
+    stash.writes_model_params = stash.has_masters and is_fused_sgd(optimizer)
+    lazy_init = lazy_init_with_master_weights if stash.has_masters else lazy_init_no_master_weights
+    methods = {
+        "_lazy_init_maybe_master_weights": lazy_init,
+        "_amp_lazy_init": _amp_lazy_init,
+        "_prepare_amp_backward": _prepare_amp_backward,
+        "_post_amp_backward": _post_amp_backward,
+        "_abort_amp_backward": _abort_amp_backward,
+    }
+    replaced = {
+        "step": _optimizer_methods.step,
+        "add_param_group": _optimizer_methods.add_param_group_no_masters,
+    }
+    if stash.has_masters:
+        methods["_master_params_to_model_params"] = _master_params_to_model_params
+        replaced["zero_grad"] = _optimizer_methods.zero_grad
+        replaced["add_param_group"] = _optimizer_methods.add_param_group_with_masters
+        replaced["load_state_dict"] = _optimizer_methods.load_state_dict
+    for name, function in methods.items():
+        setattr(optimizer, name, function.__get__(optimizer))
+    for name, function in replaced.items():
+        _optimizer_methods.replace_method(optimizer, name, function)
+    return optimizer

@@ -1,0 +1,299 @@
+"""Loss scaling around a backward pass, and the handles that switch casts on and off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ._amp_state import _amp_state
+from ._casting import Casting, device_types_in_use
+from ._checks import is_optimizer
+
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: torch.nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Scale a loss for its backward pass, and unscale the gradients afterwards.
+
+    On exit the gradients of the parameters that the optimizers update (``amp.master_params``) are
+    unscaled, in float32 where amp made master weights, and added to what earlier backward passes
+    left. If one is inf or NaN, the loss scale is reduced and the next ``optimizer.step()`` of each
+    of ``optimizers`` does nothing.
+
+    Casts of O1 and O4 are off inside the block, except in calls of models: the formulas of the
+    backward pass choose their dtypes in the forward pass.
+
+    Args:
+        loss: any shape, any floating-point dtype.
+        optimizers: the optimizer, or list of all optimizers, whose parameters receive gradients.
+        loss_id: which loss scaler; below the ``num_losses`` of ``amp.initialize``.
+        model: ignored; kept for callers that pass it.
+        delay_unscale: leave the gradients scaled, for accumulation over several backward passes
+            with one scale; the last pass of an iteration must not set it.
+        delay_overflow_check: unscale, but leave it to the next block to look for overflows.
+
+    Yields:
+        ``loss.float() * scale``; the loss itself if amp is not enabled.
+
+    Raises:
+        RuntimeError: ``amp.initialize`` was not called, or did not see one of ``optimizers``.
+        TypeError, ValueError: an argument is of the wrong type, or ``loss_id`` out of range.
+
+    An exception inside the block leaves gradients as they were before it (those of a backward pass
+    after ``delay_unscale`` excepted), and the loss scale as it was.
+
+    Example:
+        >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        >>> optimizer.step()
+    """
+    properties = getattr(_amp_state, "opt_properties", None)
+    if properties is None:
+        raise RuntimeError(
+            "amp.scale_loss: amp is not initialized. Call "
+            "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first."
+        )
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"amp.scale_loss: loss must be a tensor, got {type(loss).__name__}.")
+    if not properties.enabled:
+        yield loss
+        return
+    optimizers = _optimizer_list(optimizers)
+    scaler = _scaler(loss_id)
+    handle = _amp_state.handle
+    try:
+        if not properties.master_weights and scaler.loss_scale() == 1.0 and not scaler.dynamic:
+            with handle._backward():
+                yield loss.float()
+            return
+        _check_are_initialized(optimizers)
+        _prepare(optimizers, delay_unscale)
+        try:
+            with handle._backward():
+                yield loss.float() * scaler.loss_scale()
+        except BaseException:
+            for optimizer in optimizers:
+                optimizer._abort_amp_backward()
+            raise
+        _finish(optimizers, scaler, loss_id, delay_unscale, delay_overflow_check)
+    finally:
+        handle._clear_cache()
+
+
+def _optimizer_list(optimizers: Any) -> list[Any]:
+    items = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for i, optimizer in enumerate(items):
+        if not is_optimizer(optimizer):
+            raise TypeError(
+                "amp.scale_loss: optimizers must be a torch.optim.Optimizer, an "
+                f"apex.parallel.LARC, or a list of them; got {type(optimizer).__name__} at {i}."
+            )
+    return items
+
+
+def _scaler(loss_id: int) -> Any:
+    count = len(_amp_state.loss_scalers)
+    if not isinstance(loss_id, int) or not 0 <= loss_id < count:
+        raise ValueError(
+            f"amp.scale_loss: loss_id must be an int in [0, {count}), got {loss_id!r}. "
+            "amp.initialize(..., num_losses=N) makes room for N losses."
+        )
+    return _amp_state.loss_scalers[loss_id]
+
+
+def _check_are_initialized(optimizers: Sequence[Any]) -> None:
+    for i, optimizer in enumerate(optimizers):
+        if not hasattr(optimizer, "_amp_stash"):
+            raise RuntimeError(
+                f"amp.scale_loss: optimizers[{i}] ({type(optimizer).__name__}) was not given to "
+                "amp.initialize. Pass it there, and use the optimizer that comes back."
+            )
+
+
+def _prepare(optimizers: Sequence[Any], delay_unscale: bool) -> None:
+    for optimizer in optimizers:
+        optimizer._amp_lazy_init()
+        # Gradients that are still scaled stay in place: autograd adds to them.
+        if not optimizer._amp_stash.params_have_scaled_gradients and not delay_unscale:
+            optimizer._prepare_amp_backward()
+
+
+def _finish(
+    optimizers: Sequence[Any],
+    scaler: Any,
+    loss_id: int,
+    delay_unscale: bool,
+    delay_overflow_check: bool,
+) -> None:
+    if delay_unscale:
+        for optimizer in optimizers:
+            optimizer._amp_stash.params_have_scaled_gradients = True
+        return
+    scaler.clear_overflow_state()
+    for optimizer in optimizers:
+        optimizer._post_amp_backward(scaler)
+        optimizer._amp_stash.params_have_scaled_gradients = False
+    if delay_overflow_check:
+        scaler.delay_check()
+    elif scaler.update_scale():
+        for optimizer in optimizers:
+            optimizer._amp_stash.skip_next_step(loss_id, scaler.loss_scale())
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Run a block, or model calls in it, without the casts of O1 and O4; may be nested.
+
+    Does nothing where no casts are in force. ``optimizer.step`` runs in such a block already.
+    """
+    handle = getattr(_amp_state, "handle", None)
+    with handle._disable_casts() if handle is not None else contextlib.nullcontext():
+        yield
+
+
+class NoOpHandle:
+    """The handle of levels that cast no functions; it only undoes what amp changed in torch."""
+
+    has_cache = False
+    verbose = False
+
+    def __init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+
+    def __deepcopy__(self, memo: dict) -> NoOpHandle:
+        return self
+
+    def is_active(self) -> bool:
+        """Whether functions cast their arguments: never."""
+        return False
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+        """Yield ``loss`` as it is."""
+        yield loss
+
+    @contextlib.contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    _enable_casts = _backward = _model_call = _disable_casts
+
+    def _clear_cache(self) -> None:
+        """There is no cache."""
+
+    def _leave_thread(self) -> None:
+        """No thread's state was changed."""
+
+    def _deactivate(self) -> None:
+        self._undo.close()
+
+
+class AmpHandle:
+    """The casts of O1 and O4: autocast, switched on from ``init`` until ``_deactivate``.
+
+    Args:
+        loss_scale: ignored here; ``amp.initialize`` makes the loss scalers.
+        enable_caching: within one call of a model, cast each weight once.
+        verbose: print every cast.
+        patch_type: float16 or bfloat16.
+        device_types: where to cast; default: the CPU and the accelerator, if there is one.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+        *,
+        patch_type: torch.dtype = torch.float16,
+        device_types: Sequence[str] | None = None,
+    ) -> None:
+        devices = device_types_in_use() if device_types is None else device_types
+        self._casting = Casting(patch_type, devices, enable_caching, verbose)
+        self._undo = contextlib.ExitStack()
+        self._registered: dict[tuple[int, str], Any] = {}  # user functions that are replaced
+
+    def __deepcopy__(self, memo: dict) -> AmpHandle:
+        return self
+
+    def is_active(self) -> bool:
+        """Whether functions cast their arguments in this thread."""
+        return self._casting.is_active()
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether weights are cast once per call of a model."""
+        return self._casting.cache_enabled
+
+    @property
+    def verbose(self) -> bool:
+        """Whether casts are printed."""
+        return self._casting.verbose
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+        """The interface before ``amp.initialize``.
+
+        Raises:
+            RuntimeError: always; use ``amp.scale_loss``.
+        """
+        raise RuntimeError(
+            "handle.scale_loss is the interface of before amp.initialize. Call "
+            "`amp.initialize(model, optimizer, opt_level=...)` and then "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+        )
+        yield loss
+
+    def _activate(self) -> None:
+        self._casting.activate()
+        self._undo.callback(self._casting.deactivate)
+
+    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return self._casting.disabled()
+
+    def _enable_casts(self) -> contextlib.AbstractContextManager[None]:
+        return self._casting.enabled()
+
+    def _backward(self) -> contextlib.AbstractContextManager[None]:
+        return self._casting.backward()
+
+    def _model_call(self) -> contextlib.AbstractContextManager[None]:
+        return self._casting.model_call()
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    def _leave_thread(self) -> None:
+        self._casting.leave_thread()
+
+    def _deactivate(self) -> None:
+        """Undo everything: casts, replaced functions, kernels, environment.
+
+        Call it in the thread that called ``amp.initialize``: autocast's state belongs to a thread.
+        """
+        self._undo.close()
+
+
+def _after_fork_in_child() -> None:
+    # A child of fork inherits the thread's autocast state. It most often is a data loader's worker,
+    # whose transforms must not run in 16 bits; models called there still cast.
+    handle = getattr(_amp_state, "handle", None)
+    if handle is not None:
+        handle._leave_thread()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

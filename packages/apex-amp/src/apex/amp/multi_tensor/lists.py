@@ -1,0 +1,120 @@
+"""Brings arbitrary lists of gradients into the form the ops take: one dtype, one device, dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import axpby, scale, scale_
+
+# Returns the int32 [1] tensor on a device that is set to 1 where an inf or NaN is found.
+FlagOf = Callable[[torch.device], Tensor]
+Copies = list[tuple[Tensor, Tensor]]  # (output, dense copy that was written instead)
+
+
+def scale_lists(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], flag_of: FlagOf, factor: float
+) -> None:
+    """``outputs[i] = inputs[i] * factor`` with :func:`~apex.amp.multi_tensor.scale`.
+
+    Args:
+        inputs, outputs: lists of one length, which may be one list; shapes agree by index. dtypes
+            and devices may differ between indices, dtypes and memory layouts also within one.
+        flag_of: where inf and NaN in ``inputs`` are noted.
+        factor: see above.
+    """
+    copies: Copies = []
+    if inputs is outputs:
+        for (device, _), (tensors,) in _grouped([outputs], copies).items():
+            scale_(tensors, flag_of(device), factor)
+    else:
+        for (device, *_), (outs, xs) in _grouped([outputs, inputs], copies).items():
+            scale(xs, outs, flag_of(device), factor)
+    _copy_back(copies)
+
+
+def axpby_lists(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    flag_of: FlagOf,
+    a: float,
+    b: float,
+) -> None:
+    """``outputs[i] = a * xs[i] + b * ys[i]`` with :func:`~apex.amp.multi_tensor.axpby`.
+
+    Args:
+        xs, ys, outputs: as for :func:`scale_lists`; ``ys[i]`` has the dtype of ``outputs[i]``.
+        flag_of: where inf and NaN in ``xs`` are noted.
+        a, b: factors.
+    """
+    copies: Copies = []
+    for (device, *_), (outs, xs_, ys_) in _grouped([outputs, xs, ys], copies).items():
+        axpby(xs_, ys_, outs, flag_of(device), a, b, 0)
+    _copy_back(copies)
+
+
+def _grouped(
+    lists: list[Sequence[Tensor]], copies: Copies
+) -> dict[tuple, tuple[Sequence[Tensor], ...]]:
+    """Split lists by (device, dtype of each list) and replace tensors with gaps by dense copies.
+
+    The first list is written to; what had to be copied of it is added to ``copies``.
+    """
+    if len({len(tensors) for tensors in lists}) != 1:
+        raise ValueError(f"lists of gradients differ in length: {[len(t) for t in lists]}.")
+    if not lists[0]:
+        return {}
+    if _is_uniform(lists):
+        first = [tensors[0] for tensors in lists]
+        return {(first[0].device, *(t.dtype for t in first)): tuple(lists)}
+    groups: dict[tuple, tuple[list[Tensor], ...]] = {}
+    for row in zip(*lists, strict=True):
+        key = (row[0].device, *(tensor.dtype for tensor in row))
+        columns = groups.setdefault(key, tuple([] for _ in row))
+        if not all(tensor.is_contiguous() for tensor in row):
+            row = _same_layout(row, copies)
+        for column, tensor in zip(columns, row, strict=True):
+            column.append(tensor)
+    return groups
+
+
+def _is_uniform(lists: list[Sequence[Tensor]]) -> bool:
+    """Whether the lists can go to an op as they are: the usual case, so this loop is tight."""
+    device = lists[0][0].device
+    for tensors in lists:
+        dtype = tensors[0].dtype
+        for tensor in tensors:
+            if tensor.dtype is not dtype or tensor.device != device or not tensor.is_contiguous():
+                return False
+    return True
+
+
+def _same_layout(row: tuple[Tensor, ...], copies: Copies) -> tuple[Tensor, ...]:
+    """Tensors of equal shape in one dense layout: that of the output, the first, if it is dense."""
+    output = row[0]
+    # preserve_format keeps the strides of a tensor without gaps or overlaps, and of no other.
+    dense = torch.empty_like(output)
+    if dense.stride() == output.stride():
+        dense = output
+    else:
+        copies.append((output, dense))
+    replaced = {id(output): dense}
+    result = []
+    for tensor in row:
+        if id(tensor) not in replaced:
+            has_layout = tensor.stride() == dense.stride()
+            replaced[id(tensor)] = (
+                tensor if has_layout else torch.empty_like(dense, dtype=tensor.dtype)
+            )
+        if replaced[id(tensor)] is not tensor:
+            replaced[id(tensor)].copy_(tensor)
+        result.append(replaced[id(tensor)])
+    return tuple(result)
+
+
+def _copy_back(copies: Copies) -> None:
+    for output, copy in copies:
+        output.copy_(copy)

@@ -1,0 +1,182 @@
+"""The loss scaler: how much a loss is multiplied by, and the unscaling of its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .multi_tensor.lists import axpby_lists, scale_lists
+
+__all__ = ["LossScaler"]
+
+
+class LossScaler:
+    r"""Keeps a loss scale, unscales gradients, and adapts the scale to overflows.
+
+    With ``loss_scale="dynamic"`` the scale is divided by ``scale_factor`` after an iteration with
+    an inf or NaN gradient, and multiplied by it after ``scale_window`` iterations without one.
+
+    Args:
+        loss_scale: a positive number, which never changes, or ``"dynamic"``.
+        init_scale: first dynamic scale, if that is below ``max_loss_scale``.
+        scale_factor: > 1.
+        scale_window: consecutive iterations without overflow before the scale grows.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale; None is no bound.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source:
+        Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
+    """
+
+    has_fused_kernel = True
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+        bounds = {name: value for name, value in bounds.items() if value is not None}
+        first_scale = {"init_scale": init_scale} if self.dynamic else {"loss_scale": loss_scale}
+        _check_positive(first_scale | bounds)
+        if not scale_factor > 1:
+            raise ValueError(f"LossScaler: scale_factor must be above 1, got {scale_factor}.")
+        if scale_window < 1:
+            raise ValueError(f"LossScaler: scale_window must be at least 1, got {scale_window}.")
+        if max_loss_scale is not None and (min_loss_scale or 0) > max_loss_scale:
+            raise ValueError(
+                f"LossScaler: min_loss_scale ({min_loss_scale}) is above max_loss_scale "
+                f"({max_loss_scale})."
+            )
+        self._loss_scale = float(init_scale if self.dynamic else loss_scale)
+        if self.dynamic and max_loss_scale is not None:
+            self._loss_scale = min(float(max_loss_scale), self._loss_scale)
+        self._scale_factor = float(scale_factor)
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        self._scale_seq_len = scale_window
+        self._unskipped = 0
+        self._has_overflow = False
+        # A delayed check leaves its findings here for the next one.
+        self._check_is_delayed = False
+        self._overflow_bufs: dict[torch.device, Tensor] = {}
+
+    def loss_scale(self) -> float:
+        """The factor by which the next loss is multiplied."""
+        return self._loss_scale
+
+    def overflow_buf(self, device: torch.device) -> Tensor:
+        """The int32 ``[1]`` flag on ``device`` that the kernels set to 1 on an inf or NaN."""
+        if device not in self._overflow_bufs:
+            self._overflow_bufs[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._overflow_bufs[device]
+
+    @property
+    def _overflow_buf(self) -> Tensor:
+        """The flag of the device that was used first; on the CPU before any use."""
+        for buffer in self._overflow_bufs.values():
+            return buffer
+        return self.overflow_buf(torch.device("cpu"))
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """``master = model / scale`` for pairs of gradients; note an inf or NaN in ``model``.
+
+        Does nothing after an overflow was found, nor for a static scale of 1 in place.
+
+        Args:
+            model_grads: dense gradients, any mix of dtypes, devices and layouts.
+            master_grads: written; they may be the same tensors.
+            unused_scale: ignored; kept for callers that pass it by position.
+            models_are_masters: both lists hold the same tensors.
+            scale_override: divide by this instead of the current loss scale.
+        """
+        if self._has_overflow:
+            return
+        scale = self._loss_scale if scale_override is None else scale_override
+        if scale == 1.0 and models_are_masters and not self.dynamic:
+            return
+        scale_lists(model_grads, master_grads, self.overflow_buf, 1.0 / scale)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """``master = model * (out / grad) + stashed * (out / stash)``; test ``model`` for inf, NaN.
+
+        Args:
+            model_grads: new gradients, scaled by ``grad``.
+            stashed_master_grads: gradients of earlier backward passes, scaled by ``stash``.
+            master_grads: written; they may be the tensors of either list.
+            scale_override: ``(grad, stash, out)``; default: the current loss scale, 1 and 1.
+        """
+        if self._has_overflow:
+            return
+        grad, stash, out = scale_override or (self._loss_scale, 1.0, 1.0)
+        factors = out / grad, out / stash
+        axpby_lists(model_grads, stashed_master_grads, master_grads, self.overflow_buf, *factors)
+
+    def clear_overflow_state(self) -> None:
+        """Forget overflows, except those that a delayed check has still to look at."""
+        if self._check_is_delayed:
+            return
+        self._has_overflow = False
+        for buffer in self._overflow_bufs.values():
+            buffer.zero_()
+
+    def update_scale(self) -> bool:
+        """Adapt the scale to the last backward pass; True if the step must be skipped.
+
+        Reads the flags from their devices, the one synchronization of an iteration. A static scale
+        never skips.
+        """
+        self._check_is_delayed = False
+        if self.dynamic and not self._has_overflow:
+            self._has_overflow = any(b.item() != 0 for b in self._overflow_bufs.values())
+        should_skip = self._has_overflow and self.dynamic
+        if should_skip:
+            smaller = self._loss_scale / self._scale_factor
+            self._loss_scale = max(smaller, self._min_loss_scale or 0.0)
+            self._unskipped = 0
+        else:
+            self._unskipped += 1
+        if self._unskipped == self._scale_seq_len and self.dynamic:
+            larger = self._loss_scale * self._scale_factor
+            limit = math.inf if self._max_loss_scale is None else self._max_loss_scale
+            self._loss_scale = min(larger, limit)
+            self._unskipped = 0
+        return should_skip
+
+    def delay_check(self) -> None:
+        """Keep what was found until the next :meth:`update_scale`."""
+        self._check_is_delayed = True
+
+
+def _check_positive(values: dict[str, float | str]) -> None:
+    for name, value in values.items():
+        number = float(value)
+        if name == "min_loss_scale" and number == 0:
+            continue
+        if not (number > 0 and math.isfinite(number)):
+            raise ValueError(f"LossScaler: {name} must be positive and finite, got {value!r}.")
