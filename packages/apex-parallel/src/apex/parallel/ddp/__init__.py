@@ -1,0 +1,1 @@
+"""The parts of DistributedDataParallel: plan of buckets, lanes, reductions, checks."""

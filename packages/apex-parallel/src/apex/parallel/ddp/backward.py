@@ -1,0 +1,195 @@
+"""What happens to gradients during backward: they fill buckets, which leave to be reduced."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from ..flat_tensors import flatten, split_by_type, unflatten
+from . import checks, plan
+from .lanes import Lane, current_stream, profiled
+from .reduction import BucketReduction, FlatReduction, has_grad
+from .slots import BucketSlots
+from .state import ReductionModule
+
+
+class BackwardReduction(ReductionModule):
+    """The part of DistributedDataParallel that autograd drives."""
+
+    def _prepare_backward(self) -> None:
+        if not self._lanes:
+            self._connect()
+        active = [param for param in self.module.parameters() if param.requires_grad]
+        changed = [id(param) for param in active] != [id(param) for param in self.active_params]
+        self._delayed = self.delay_allreduce
+        if changed or self.needs_refresh or not (self._delayed or self._slots):
+            self.active_params, self._slots, self.needs_refresh = active, None, True
+            self._index_of = {id(param): index for index, param in enumerate(active)}
+            self._planner, self.allreduce_buffers = self._new_planner(), []
+        if changed:
+            self.create_hooks()
+        if self._slots:
+            self._slots.clear()
+        self.main_stream = current_stream(self._device)
+        self._gradient_streams = set() if self.main_stream is None else {self.main_stream}
+        self._pending.clear()
+        self._forward_done, self._reducing = True, False
+
+    def create_hooks(self) -> None:
+        """Watch the gradients of all parameters that require them."""
+        for handle in self._hooks:
+            handle.remove()
+        owner = weakref.ref(self)  # parameters must not keep their wrapper alive
+
+        def on_gradient(param: Tensor) -> None:
+            wrapper = owner()
+            if wrapper is not None:
+                with profiled("allreduce_hook", wrapper.prof):
+                    wrapper.comm_ready_buckets(param)
+
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        self._hooks = [param.register_post_accumulate_grad_hook(on_gradient) for param in params]
+
+    def _queue_end_of_backward(self, _gradient: Tensor | None = None) -> None:
+        """Have the engine call :meth:`_finish_backward` when the running backward ends.
+
+        Outputs call this first, so that it is the outer backward's end even where a parameter's
+        gradient arrives in a nested one (reentrant checkpoints).
+        """
+        if not self.callback_queued:
+            callback = self._finish_backward
+            Variable._execution_engine.queue_callback(callback)
+            self._end_of_backward = weakref.ref(callback)
+            self._reducing = False
+
+    def comm_ready_buckets(self, param: Tensor) -> None:
+        """Take in the gradient of ``param`` and launch the buckets that it completes."""
+        has_grad(param)
+        self._with_news.add(id(param))
+        if self._disable_allreduce and not self._reducing:
+            return
+        if not self._forward_done:
+            raise RuntimeError(
+                f"{checks.NAME}: backward without a forward through the wrapper since the last "
+                "reduction. Call forward once for each backward that is reduced, or accumulate "
+                "gradients locally with disable_allreduce()."
+            )
+        self._queue_end_of_backward()
+        self._reducing = True
+        if self._delayed:
+            return
+        with profiled("comm_ready_buckets", self.prof):
+            if self._slots is None:
+                self._planner.add(self._index_of[id(param)])
+                return
+            if self._device.type != "cpu":
+                self._gradient_streams.add(current_stream(self._device))
+            for bucket_idx in self._slots.fill(self._index_of[id(param)], param.grad):
+                self._launch(bucket_idx)
+
+    def _finish_backward(self) -> None:
+        """Reduce what has not left yet, wait for all buckets and write the gradients."""
+        if not self._reducing:
+            return  # autograd.grad through an output: no parameter got a gradient
+        self._reducing = self._forward_done = False
+        try:
+            if self.needs_refresh:
+                self._agree_on_parameters()
+            if self._delayed:
+                self.allreduce_fallback()
+            else:
+                if self._slots is None:
+                    self.sync_bucket_structure()
+                for bucket_idx in self._slots.take_remaining():
+                    self._launch(bucket_idx)
+            self._finish_pending()
+        finally:
+            self._pending.clear()
+        self.needs_refresh = False
+        self._with_news.clear()
+        for lane in self._lanes:
+            lane.join()
+
+    def _agree_on_parameters(self) -> None:
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        checks.check_same_on_all_ranks(named, "the parameters that require gradients", self._device)
+
+    def sync_bucket_structure(self) -> None:
+        """Make rank 0's buckets everybody's."""
+        count = len(self.active_params)
+        numbers = torch.tensor(plan.encode(self._planner.plan(), count), device=self._device)
+        dist.broadcast(numbers, 0)
+        self._slots = BucketSlots(plan.decode(numbers.tolist(), count))
+
+    def _launch(self, bucket_idx: int) -> None:
+        params = [self.active_params[i] for i in self._slots.active_i_buckets[bucket_idx]]
+        lane = self._lane(bucket_idx)
+        self._reduce(params, bucket_idx, lane)
+        if not lane.wait_blocks:
+            self._finish_pending()
+
+    def _lane(self, bucket_idx: int, force_default_stream: bool = False) -> Lane:
+        if force_default_stream:
+            return Lane(dist.group.WORLD, None, self._device)
+        return self._lanes[bucket_idx % len(self._lanes)]
+
+    def _reduce(self, params: Sequence[Tensor], bucket_idx: int, lane: Lane) -> None:
+        is_new = [id(param) in self._with_news for param in params]
+        after = {*self._gradient_streams, current_stream(self._device)}
+        reduction = BucketReduction(params, is_new, lane, self._options(), after)
+        self._pending.append((bucket_idx, reduction))
+
+    def _finish_pending(self) -> None:
+        while self._pending:
+            bucket_idx, reduction = self._pending.pop(0)
+            buffer = reduction.finish(self.retain_allreduce_buffers)
+            if buffer is not None:
+                self._keep_buffer(bucket_idx, buffer)
+
+    def _keep_buffer(self, bucket_idx: int, buffer: Tensor) -> None:
+        missing = bucket_idx + 1 - len(self.allreduce_buffers)
+        self.allreduce_buffers.extend([None] * missing)
+        self.allreduce_buffers[bucket_idx] = buffer
+
+    def allreduce_fallback(self) -> None:
+        """Reduce all gradients at once, one flat buffer per dtype, and wait for the result."""
+        lane = self._lane(0, force_default_stream=True)
+        for bucket_idx, params in enumerate(split_by_type(self.active_params).values()):
+            self._reduce(params, bucket_idx, lane)
+        self._finish_pending()
+
+    def allreduce_bucket(
+        self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool
+    ) -> Tensor:
+        """The flat, reduced values of ``bucket`` (tensors of one dtype), which is not changed.
+
+        Args:
+            bucket_idx: chooses the stream and process group.
+            force_default_stream: use the current stream and the default group instead.
+        """
+        lane = self._lane(bucket_idx, force_default_stream)
+        with torch.no_grad(), lane.entered([current_stream(self._device)]):
+            flat = flatten(bucket)
+            result = FlatReduction(flat, flat.numel(), lane, self._options()).wait()
+            lane.mark_done()
+        lane.join()
+        return result
+
+    def allreduce_maybe_retain(
+        self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool = False
+    ) -> None:
+        """Reduce the tensors of ``bucket`` in place; with retained buffers, into views of one."""
+        result = self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
+        with torch.no_grad():
+            if not self.retain_allreduce_buffers:
+                torch._foreach_copy_(list(bucket), unflatten(result, bucket))
+                return
+            self._keep_buffer(bucket_idx, result)
+            views = unflatten(result.to(bucket[0].dtype), bucket)
+            for tensor, view in zip(bucket, views, strict=True):
+                tensor.set_(view)

@@ -1,0 +1,158 @@
+"""DistributedDataParallel: averages gradients over ranks, bucket by bucket, during backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ddp import checks
+from .ddp.backward import BackwardReduction
+from .ddp.lanes import profiled
+from .ddp.outputs import tensors_of
+from .flat_tensors import (
+    apply_flat_dist_call,
+    extract_tensors,
+    flat_dist_call,
+    flatten,
+    import_flatten_impl,
+    imported_flatten_impl,
+    split_by_type,
+    split_half_float_double_bfloat16,
+    unflatten,
+)
+from .reducer import Reducer, broadcast_parameters
+
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "import_flatten_impl",
+    "imported_flatten_impl",
+    "split_by_type",
+    "split_half_float_double_bfloat16",
+    "unflatten",
+]
+
+
+class DistributedDataParallel(BackwardReduction):
+    r"""Wraps a module so that after ``backward`` every gradient is its average over all ranks.
+
+    .. math:: g \leftarrow \frac{f}{W} \sum_{r=1}^{W} \frac{g_r}{f}
+
+    with :math:`W` ranks and :math:`f` = ``gradient_predivide_factor``. The first backward records
+    the order in which gradients arrive and cuts it into flat buckets, rank 0's order for all. In
+    later ones a bucket's all-reduce starts as soon as it is complete, while backward goes on.
+    A parameter that this rank did not use counts as zero; one that no rank used is left alone.
+    Parameters (not buffers) are broadcast from rank 0 at construction.
+
+    Args:
+        module: the network; all parameters on one device, GPU parameters with NCCL.
+        message_size: a bucket leaves when it holds at least this many elements.
+        delay_allreduce: reduce everything once, at the end of backward.
+        shared_param: must be None.
+        allreduce_trigger_params: parameters of ``module``; the bucket of a dtype leaves when one
+            of them gets its gradient, and ``message_size`` is not looked at.
+        retain_allreduce_buffers: make gradients views of flat buffers and keep those in
+            ``allreduce_buffers``. With ``allreduce_always_fp32`` the 16-bit gradients are views
+            of a cast copy, and what is kept is the float32 result.
+        allreduce_always_fp32: sum 16-bit gradients in float32 (wider ones as they are).
+        num_allreduce_streams: rotate buckets over so many process groups and, on GPUs, streams.
+        allreduce_communicators: ``(process groups, streams)`` to rotate over instead of new ones,
+            each group spanning all ranks; streams are None on the CPU. Not pickled.
+        gradient_average: divide by the number of ranks; if False, only ``1 / f`` is applied.
+        gradient_predivide_factor: :math:`f > 0`, against overflow of the sum.
+        gradient_average_split_factor: has no effect, as ever; a value other than None warns.
+        prof: name the phases for torch.profiler and, on NVIDIA GPUs, NVTX.
+
+    Raises:
+        RuntimeError: no process group; ranks whose parameters differ in name, shape or dtype; in
+            backward: a second backward after one forward, or another rank has failed.
+        ValueError: an argument is out of range or contradicts another.
+        TypeError: ``module`` is not a module.
+        NotImplementedError: in backward, for sparse gradients.
+
+    Note:
+        Which parameters require gradients may change between iterations, on all ranks alike.
+        Every rank's backward must reach at least one parameter. Call the wrapper, not
+        ``wrapper.module``, for the forward of a reduced backward. A copy made by pickle or
+        deepcopy attaches to the process group at its first training forward.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> loss_function(model(images), labels).backward()  # gradients are averages now
+        >>> optimizer.step()
+    """
+
+    warn_on_half = False  # gloo, too, sums 16-bit gradients
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10000000,
+        delay_allreduce: bool = False,
+        shared_param: None = None,
+        allreduce_trigger_params: Sequence[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: tuple[Sequence[Any], Sequence[Any]] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        super().__init__()
+        checks.require_process_group(checks.NAME)
+        checks.check_numbers(message_size, num_allreduce_streams, gradient_predivide_factor)
+        checks.check_combination(
+            delay_allreduce, shared_param, allreduce_trigger_params, num_allreduce_streams
+        )
+        device = checks.parameters_device(module)
+        checks.check_communicators(allreduce_communicators, num_allreduce_streams, device)
+        checks.check_triggers(allreduce_trigger_params, module)
+        if gradient_average_split_factor is not None:
+            message = f"{checks.NAME}: gradient_average_split_factor has no effect."
+            warnings.warn(message, stacklevel=2)
+        self._reset_runtime()
+        self.module = module
+        self.message_size = message_size
+        self.delay_allreduce = delay_allreduce
+        self.allreduce_trigger_params = allreduce_trigger_params and list(allreduce_trigger_params)
+        self.retain_allreduce_buffers = retain_allreduce_buffers
+        self.allreduce_always_fp32 = allreduce_always_fp32
+        self.num_allreduce_streams = num_allreduce_streams
+        self.allreduce_communicators = allreduce_communicators
+        self.gradient_average = gradient_average
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.prof = prof
+        self._disable_allreduce = False
+        broadcast_parameters(module)
+        self._connect()
+        self.create_hooks()
+
+    def enable_allreduce(self) -> None:
+        """Reduce gradients in the backwards that follow, with what has accumulated so far."""
+        self._disable_allreduce = False
+
+    def disable_allreduce(self) -> None:
+        """Let gradients accumulate locally in the backwards that follow."""
+        self._disable_allreduce = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module and, unless gradients are off, prepare the reduction of its backward."""
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        with profiled("forward pass DDP logic", self.prof):
+            self._prepare_backward()
+        output = self.module(*inputs, **kwargs)
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._queue_end_of_backward)
+        return output

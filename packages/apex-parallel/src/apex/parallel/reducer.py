@@ -1,0 +1,75 @@
+"""Reducer: averages gradients over all ranks when asked, with no hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .ddp.checks import check_same_on_all_ranks, parameters_device, require_process_group
+from .ddp.lanes import Lane
+from .ddp.reduction import BucketReduction, ReductionOptions, has_grad
+from .flat_tensors import extract_tensors, flat_dist_call, split_by_type
+
+
+class Reducer:
+    """Averages gradients over all ranks at each call of :meth:`reduce`.
+
+    For training loops that decide themselves when to communicate; unlike
+    :class:`DistributedDataParallel` it overlaps nothing with backward.
+
+    Args:
+        module_or_grads_list: a module, whose parameters are at once broadcast from rank 0; or
+            a (nested) iterable of tensors, which :meth:`reduce` averages in place.
+
+    Raises:
+        RuntimeError: no process group, or ranks with different parameters.
+        TypeError: neither a module nor an iterable of tensors.
+
+    Example:
+        >>> reducer = Reducer(model)
+        >>> loss_function(model(images), labels).backward()
+        >>> reducer.reduce()
+        >>> optimizer.step()
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
+        require_process_group("Reducer")
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            broadcast_parameters(self.module)
+        else:
+            extract_tensors(module_or_grads_list, self.grads)
+
+    def reduce(self) -> None:
+        """Replace every gradient (or tensor) by its average over ranks.
+
+        A parameter with a gradient on some ranks only gets the average in which the others count
+        as zero; without a gradient anywhere it keeps none.
+        """
+        if self.module is None:
+            flat_dist_call([grad.detach() for grad in self.grads], dist.all_reduce)
+            return
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        options = ReductionOptions(world_size=dist.get_world_size())
+        lane = Lane(dist.group.WORLD, None, torch.device("cpu"))
+        for bucket in split_by_type(params).values():
+            is_new = [has_grad(param) for param in bucket]
+            BucketReduction(bucket, is_new, lane, options).finish(retain=False)
+
+
+def broadcast_parameters(module: nn.Module) -> None:
+    """Overwrite all parameters by rank 0's, in one flat broadcast per dtype; buffers stay.
+
+    Raises:
+        RuntimeError: the ranks' parameters differ in name, shape or dtype.
+    """
+    device = parameters_device(module)
+    check_same_on_all_ranks(module.named_parameters(), "the parameters", device)
+    params = [param.detach() for param in module.parameters()]
+    flat_dist_call(params, dist.broadcast, (0,))

@@ -1,0 +1,167 @@
+"""SyncBatchNorm in one process: gradients, eval mode, options, errors, torch.compile."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from apex.parallel import SyncBatchNorm, sync_batchnorm
+from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
+from apex_testkit.opcheck import assert_compiles
+
+CASES = [
+    ((3, 2, 2, 2), {}),
+    ((3, 2, 2, 2), {"memory_format": torch.channels_last}),
+    ((3, 2, 2), {}),
+    ((4, 2), {}),
+]
+
+
+def make(shape, dtype=torch.float64, **layout):
+    x = torch.randn(shape, dtype=dtype)
+    return (x.contiguous(**layout) if layout else x).requires_grad_()
+
+
+def test_import_paths():
+    assert sync_batchnorm.SyncBatchNorm is SyncBatchNorm
+    assert SyncBatchNorm.syncbn_import_error is None
+
+
+@pytest.mark.parametrize("from_batch", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize(("shape", "layout"), CASES, ids=["NCHW", "channels_last", "NCL", "NC"])
+def test_gradcheck(shape, layout, last, relu, from_batch, device):
+    x, z = make(shape, **layout).to(device), make(shape, **layout).to(device)
+    channels = shape[-1] if last else shape[1]
+    vectors = [torch.rand(channels, dtype=torch.float64, device=device) for _ in range(4)]
+    weight, bias, *running = vectors
+    running = [None, None] if from_batch else running
+    options = (from_batch, 0.1, None, last, relu)
+
+    def function(x, z, weight, bias):
+        return SyncBatchnormFunction.apply(x, z, weight, bias, *running, 1e-2, *options)
+
+    affine = (weight.requires_grad_(), bias.requires_grad_())
+    assert torch.autograd.gradcheck(function, (x, z, *affine))
+    assert torch.autograd.gradcheck(lambda x: function(x, None, None, None), (x,))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_eval_mode(dtype, last, device):
+    shape = (3, 2, 4, 5) if last else (3, 5, 2, 4)
+    plain = nn.BatchNorm2d(5, device=device).eval()
+    for vector in (plain.weight, plain.bias, plain.running_mean, plain.running_var):
+        vector.data.copy_(torch.rand(5) + 0.5)
+    plain = plain.double() if dtype == torch.float64 else plain
+    x, z = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    for added, relu in ((None, False), (None, True), (z, False), (z, True)):
+        norm = SyncBatchNorm(5, channel_last=last, fuse_relu=relu).to(device, plain.weight.dtype)
+        norm.load_state_dict(plain.state_dict())
+        norm.eval()
+        a, b = (x.to(d, copy=True).requires_grad_() for d in (dtype, torch.float64))
+        wanted = copy.deepcopy(plain).double()(b.movedim(-1, 1) if last else b)
+        wanted = wanted.movedim(1, -1) if last else wanted
+        wanted = wanted if added is None else wanted + added
+        wanted = wanted.relu() if relu else wanted
+        out = norm(a, added)
+        out.sum().backward()
+        wanted.sum().backward()
+        for mine, true in ((out, wanted), (a.grad, b.grad)):
+            # torch.testing's default tolerance for the dtype, which stands for its rounding.
+            torch.testing.assert_close(mine, true.to(dtype))
+        assert torch.equal(norm.running_mean, plain.running_mean)
+        assert norm.num_batches_tracked == 0
+
+
+def test_running_statistics(device):
+    """Momentum None averages over all batches; buffers stay the tensors they are."""
+    mine, plain = SyncBatchNorm(3, momentum=None), nn.BatchNorm1d(3, momentum=None)
+    for norm in (mine.double().to(device), plain.double().to(device)):
+        alias = norm.running_mean
+        torch.manual_seed(0)
+        for _ in range(3):
+            norm(torch.randn(5, 3, dtype=torch.float64, device=device))
+        assert norm.running_mean is alias
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[key], value, rtol=1e-12, atol=1e-14)
+    mine.half()
+    mine(torch.randn(5, 3, device=device).half())
+    assert mine.running_var.dtype == torch.float16
+
+
+def test_without_tracking_or_parameters(device):
+    x = torch.randn(6, 3, 4, dtype=torch.float64, device=device)
+    norm = SyncBatchNorm(3, affine=False, track_running_stats=False)
+    assert norm.state_dict() == {}
+    wanted = F.batch_norm(x, None, None, training=True)
+    for mode in (True, False):
+        torch.testing.assert_close(norm.train(mode)(x), wanted, rtol=1e-12, atol=1e-14)
+    norm = SyncBatchNorm(3).double().to(device)
+    norm.track_running_stats = False
+    norm(x)
+    assert norm.num_batches_tracked == 0
+    assert norm.running_mean.tolist() == [0.0] * 3
+
+
+def test_state_dict_exchange():
+    torch.manual_seed(0)
+    plain, mine = nn.BatchNorm2d(4), SyncBatchNorm(4)
+    plain(torch.randn(2, 4, 3, 3))
+    assert list(plain.state_dict()) == list(mine.state_dict())
+    mine.load_state_dict(plain.state_dict())
+    nn.BatchNorm2d(4).load_state_dict(mine.state_dict())
+    other = pickle.loads(pickle.dumps(mine))
+    assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), other.buffers(), strict=True))
+    mine._specify_channel_last(True)
+    assert mine.channel_last
+    assert "channel_last=True" in repr(mine)
+
+
+def test_strided_and_expanded_memory(device):
+    base = torch.randn(4, 6, 5, 3, dtype=torch.float64, device=device)
+    for x in (base[:, ::2], base.transpose(1, 2), base[:1, :, :, :1].expand(4, 6, 5, 3)):
+        norm = SyncBatchNorm(x.shape[1]).double().to(device)
+        a = x.clone().requires_grad_()
+        grad = torch.randn_like(x).expand_as(x)
+        F.batch_norm(a, None, None, norm.weight, norm.bias, True).backward(grad)
+        b = x.detach().requires_grad_()
+        norm(b).backward(grad)
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_errors(device):
+    norm = SyncBatchNorm(3).to(device)
+    before = copy.deepcopy(norm.state_dict())
+    x = torch.randn(2, 3, 4, device=device)
+    for shape in ((1, 3), (1, 3, 1, 1)):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            norm(torch.randn(shape, device=device))
+    with pytest.raises(ValueError, match=r"weight has shape \[3\], but input has 4 channels"):
+        norm(torch.randn(2, 4, device=device))
+    with pytest.raises(ValueError, match="batch and a channel dimension"):
+        norm(torch.randn(3, device=device))
+    with pytest.raises(TypeError, match=r"weight is torch.float32, but input is torch.float64"):
+        norm(x.double())
+    with pytest.raises(TypeError, match="input must be float64"):
+        norm(x.int())
+    with pytest.raises(ValueError, match=r"z is \[1, 3, 4\] torch.float32"):
+        norm(x, x[:1])
+    with pytest.raises(TypeError, match=r"z is .*torch.float16"):
+        norm(x, x.half())
+    with pytest.raises(ValueError, match="running_mean and running_variance are None"):
+        SyncBatchnormFunction.apply(x, None, None, None, None, None, 1e-5, False)
+    assert all(torch.equal(before[key], value) for key, value in norm.state_dict().items())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_compiles(last, device):
+    shape = (2, 4, 5, 3) if last else (2, 3, 4, 5)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    norm = SyncBatchNorm(3, channel_last=last, fuse_relu=last).to(device).eval()
+    # Channel first is torch's own batch norm in eval mode, which the compiler rounds differently.
+    assert_compiles(norm, x, ulps=0 if last else 2)
