@@ -1,0 +1,1 @@
+"""Fused kernels that few models need: each subpackage stands alone and is imported by itself."""

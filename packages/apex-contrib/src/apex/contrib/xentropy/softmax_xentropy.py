@@ -1,0 +1,125 @@
+"""Softmax cross entropy with label smoothing, fused: the class that users call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import ops
+
+__all__ = ["SoftmaxCrossEntropyLoss"]
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class SoftmaxCrossEntropyLoss(torch.autograd.Function):
+    r"""Cross entropy of each row of logits with its label; call :meth:`apply`.
+
+    .. math::
+        \mathrm{loss} = (1 - s)\,(\mathrm{lse} - x_\mathrm{label})
+                        + s\,(\mathrm{lse} - \mathrm{mean}(x)),
+        \qquad \mathrm{lse} = \log \sum_c e^{x_c}
+
+    which is ``F.cross_entropy(logits, labels, label_smoothing=s, reduction="none")``, but for the
+    padding. Neither probabilities nor their logarithms are stored: the forward pass reads the
+    logits once, the backward pass reads them again and writes the gradient.
+
+    .. warning::
+        **``padding_idx`` is 0 unless you say otherwise: every row with label 0 then has loss 0 and
+        no gradient.** This is Apex's default. Where class 0 is a class, pass ``padding_idx=None``,
+        or, as ``F.cross_entropy`` does, ``-100``.
+
+    Example:
+        >>> logits = torch.randn(4, 10, requires_grad=True)
+        >>> labels = torch.tensor([3, 0, 9, 1])
+        >>> losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, None)
+        >>> losses.mean().backward()
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int | None = 0,
+        half_to_float: bool = False,
+    ) -> Tensor:
+        """Losses, one per row, not reduced.
+
+        Args:
+            logits: ``[N, C]``, ``C > 0``; float64, float32, float16 or bfloat16; CPU or GPU. Rows
+                may have gaps between them; other strides are copied first. Computed in float32, or
+                float64 for float64, also under autocast, which changes nothing here.
+            labels: ``[N]`` int64 on the same device, each in ``[0, C)`` or ``padding_idx``.
+            smoothing: ``s``, the share of the target that all classes have alike; in ``[0, 1]``.
+            padding_idx: rows with this label have loss 0 and gradient 0, whatever their logits
+                are. **Default 0, see above**; None: no row is left out.
+            half_to_float: give float32 losses for float16 or bfloat16 logits.
+
+        Returns:
+            ``[N]``, of the logits' dtype, or float32 with ``half_to_float``.
+
+        Raises:
+            ValueError: shapes or devices do not fit, ``smoothing`` is out of range, or
+                ``half_to_float`` is asked for other logits.
+            TypeError: a dtype is not one of those above.
+            RuntimeError: a label is out of range; on the CPU. On a GPU, where the check would wait
+                for the device, that row's loss and gradient are NaN.
+
+        Source:
+            Szegedy et al., *Rethinking the Inception Architecture*, CVPR 2016, section 7.
+        """
+        _check(logits, labels, smoothing, half_to_float)
+        losses, maxima, sums_exp = ops.softmax_xentropy_forward(
+            logits, labels, smoothing, padding_idx, half_to_float
+        )
+        ctx.save_for_backward(logits, maxima, sums_exp, labels)
+        ctx.smoothing = smoothing
+        ctx.padding_idx = padding_idx
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradient of the logits; ``grad_losses`` ``[N]`` is only read."""
+        grad_logits = ops.softmax_xentropy_backward(
+            grad_losses, *ctx.saved_tensors, ctx.smoothing, ctx.padding_idx
+        )
+        return grad_logits, None, None, None, None
+
+
+def _check(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> None:
+    """Raise for arguments that the kernels do not take; labels' values are the kernels' affair."""
+    name = "SoftmaxCrossEntropyLoss"
+    if logits.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: logits must be float64, float32, float16 or bfloat16, got {logits.dtype}."
+        )
+    if labels.dtype != torch.int64:
+        raise TypeError(f"{name}: labels must be int64, got {labels.dtype}; use labels.long().")
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(
+            f"{name}: logits must have shape [N, C] with C > 0, got {list(logits.shape)}; "
+            "flatten leading dimensions."
+        )
+    if labels.dim() != 1 or labels.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"{name}: labels must have shape [{logits.shape[0]}], one label per row of logits "
+            f"{list(logits.shape)}, got {list(labels.shape)}."
+        )
+    if labels.device != logits.device:
+        raise ValueError(
+            f"{name}: logits are on {logits.device}, but labels are on {labels.device}."
+        )
+    if not 0.0 <= smoothing <= 1.0:
+        raise ValueError(f"{name}: smoothing must be in [0, 1], got {smoothing}.")
+    if half_to_float and logits.dtype not in _HALVES:
+        raise ValueError(
+            f"{name}: half_to_float is for float16 and bfloat16 logits, got {logits.dtype}; "
+            "leave it False."
+        )

@@ -1,0 +1,146 @@
+// Softmax cross entropy with label smoothing, and its gradient, one row of logits at a time.
+//
+//   lse = log(sum(exp(x))) = max + log(sum_exp),  sum_exp = sum(exp(x - max))
+//   loss = (1 - s) * (lse - x[label]) + s * (lse - mean(x))
+//        = (max - x[label]) + log(sum_exp) - s * mean(x - x[label])
+//   dx = dloss * (exp(x - max) / sum_exp - s / C - (1 - s) * onehot(label))
+//
+// Szegedy et al. 2016, section 7 (https://arxiv.org/abs/1512.00567). The sum is taken in one pass
+// with a running maximum: Milakov & Gimelshein 2018 (https://arxiv.org/abs/1805.02867). Maximum and
+// sum are kept apart for the backward pass: the rounding of an lse of 10^4 would spoil the fourth
+// digit of every gradient.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "apex/math/exp.h"
+
+namespace apex::contrib {
+inline namespace APEX_BACKEND_NS {
+
+// Labels [rows], and the one of them that marks rows to be left out.
+struct Labels {
+  const int64_t* labels;
+  int64_t columns;
+  int64_t padding;
+  bool has_padding;
+
+  APEX_HD int64_t at(int64_t row) const { return labels[row]; }
+  APEX_HD bool is_padding(int64_t label) const { return has_padding && label == padding; }
+  APEX_HD bool is_class(int64_t label) const { return label >= 0 && label < columns; }
+};
+
+// What one pass over a row collects.
+enum RowState { kMax, kSumExp, kSum, kRowStates };  // sum of exp(x - max), sum of (x - reference)
+
+template <class T>
+struct RowStates {
+  using State = Array<T, kRowStates>;
+
+  // Below every float but -inf, so that a difference to it is never NaN.
+  static APEX_HD State empty() { return {{std::numeric_limits<T>::lowest(), T(0), T(0)}}; }
+
+  // One exp serves both cases: of the old sum where x is the new maximum, else of x.
+  static APEX_HD void add(State& state, T x, T reference) {
+    T max = state[kMax], sum = state[kSumExp];
+    T e = exponential_no_overflow(-std::fabs(x - max));
+    state[kSumExp] = x > max ? sum * e + T(1) : sum + e;
+    state[kMax] = x > max ? x : max;
+    state[kSum] += x - reference;
+  }
+
+  static APEX_HD State merge(const State& a, const State& b) {
+    bool a_is_max = a[kMax] > b[kMax];
+    T e = exponential_no_overflow(-std::fabs(a[kMax] - b[kMax]));
+    return {{a_is_max ? a[kMax] : b[kMax],
+             a_is_max ? b[kSumExp] * e + a[kSumExp] : a[kSumExp] * e + b[kSumExp],
+             a[kSum] + b[kSum]}};
+  }
+};
+
+// S is the storage type of the logits, L that of the losses.
+template <class S, class L>
+struct XentropyForward {
+  using value_type = compute_t<S>;
+  using T = value_type;
+  using States = RowStates<T>;
+
+  const S* logits;  // [rows, columns], rows `stride` elements apart
+  int64_t stride;
+  Labels labels;    // [rows]
+  T smoothing;
+  L* losses;        // [rows]
+  T* maxima;        // [rows]
+  T* sums_exp;      // [rows]
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    int64_t label = labels.at(row.index());
+    if (labels.is_padding(label)) return store(row, T(0), T(0), T(1));
+    auto x = row.in(logits, stride);
+    // A GPU cannot raise an error here: labels without a class give NaN.
+    T target = labels.is_class(label) ? convert<T>(x.data[label])
+                                      : std::numeric_limits<T>::quiet_NaN();
+    // Differences to the target keep their digits where all logits share a large offset.
+    T reference = is_finite(target) ? target : T(0);
+    auto state = row.template fold<kRowStates>(
+        States::empty(),
+        [=](typename States::State& state, T x) { States::add(state, x, reference); },
+        [](const auto& a, const auto& b) { return States::merge(a, b); }, x);
+    T max = state[kMax];
+    T sum_exp = state[kSumExp] + (max - max);  // NaN for inf, as in log_softmax
+    T loss = (max - target) + std::log(sum_exp);
+    // 0 * inf is NaN: without smoothing, logits of -inf belong to classes that are masked out.
+    if (smoothing != T(0)) loss -= smoothing * (state[kSum] / row.columns());
+    store(row, loss, max, sum_exp);
+  }
+
+  template <class R>
+  APEX_HD void store(R& row, T loss, T max, T sum_exp) const {
+    row.once([&] {
+      losses[row.index()] = convert<L>(loss);
+      maxima[row.index()] = max;
+      sums_exp[row.index()] = sum_exp;
+    });
+  }
+};
+
+template <class S, class L>
+struct XentropyBackward {
+  using value_type = compute_t<S>;
+  using T = value_type;
+
+  const L* grad_losses;  // [rows]
+  const S* logits;       // [rows, columns], rows `stride` elements apart
+  int64_t stride;
+  const T* maxima;       // [rows]
+  const T* sums_exp;     // [rows]
+  Labels labels;         // [rows]
+  T smoothing;
+  T uniform;             // smoothing / columns
+  S* grad_logits;        // [rows, columns]
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    int64_t label = labels.at(row.index());
+    auto out = row.out(grad_logits);
+    if (labels.is_padding(label)) return row.each([](T& dx) { dx = T(0); }, out);
+    bool is_class = labels.is_class(label);
+    T grad = is_class ? convert<T>(grad_losses[row.index()])
+                      : std::numeric_limits<T>::quiet_NaN();
+    T max = maxima[row.index()], sum_exp = sums_exp[row.index()];
+    T scale = grad / sum_exp, offset = grad * uniform;
+    auto x = row.in(logits, stride);
+    row.each([=](T& dx, T x) { dx = exponential_no_overflow(x - max) * scale - offset; }, out, x);
+    if (!is_class) return;
+    // Where the label is certain, dx is a small difference: subtract before multiplying.
+    T own = uniform + (T(1) - smoothing);
+    row.at(label,
+           [=](T& dx, T x) { dx = grad * (exponential_no_overflow(x - max) / sum_exp - own); },
+           out, x);
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::contrib
