@@ -40,11 +40,15 @@ class ChunkReduction {
     for (; i + kPack <= count; i += kPack) add(functor, data + i, lanes[0]);
     if (i < count) add_some(functor, data + i, lanes[0], static_cast<int>(count - i));
     for (int s = 1; s < kStreams; ++s) fold<kPack>(lanes[0], lanes[s]);
-    fold<kPack / 2>(lanes[0], lanes[0] + kPack / 2);
-    fold<kPack / 4>(lanes[0], lanes[0] + kPack / 4);
-    T result = lanes[0][0];
-    for (int lane = 1; lane < kPack / 4; ++lane) result = F::combine(result, lanes[0][lane]);
-    return result;
+    return fold_all<kPack / 2>(lanes[0]);
+  }
+
+  // A tree: rounding errors grow with its depth instead of with the number of lanes.
+  template <int N>
+  static T fold_all(T* lanes) {
+    fold<N>(lanes, lanes + N);
+    if constexpr (N > 1) return fold_all<N / 2>(lanes);
+    return lanes[0];
   }
 
   template <int N>

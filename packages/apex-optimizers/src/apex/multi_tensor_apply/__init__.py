@@ -1,0 +1,15 @@
+"""One kernel launch over lists of tensors, and the callable that applies such operators."""
+
+from .applier import MultiTensorApply, multi_tensor_applier, multi_tensor_applier_l2norm
+from .multi_tensor_axpby import multi_tensor_axpby
+from .multi_tensor_l2norm import multi_tensor_l2norm
+from .multi_tensor_scale import multi_tensor_scale
+
+__all__ = [
+    "MultiTensorApply",
+    "multi_tensor_applier",
+    "multi_tensor_applier_l2norm",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+]

@@ -1,0 +1,178 @@
+"""Which parameters of a group one call of sgd_step can update, decided once and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._gradients import check_gradients, describe, match_layouts
+
+BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
+
+_grad_of = operator.attrgetter("grad")
+_dtype_of = operator.attrgetter("dtype")
+_device_of = operator.attrgetter("device")
+
+
+@dataclasses.dataclass
+class Launch:
+    """The lists of one call of sgd_step; all have one length, or are empty where not needed."""
+
+    group: dict[str, Any]
+    params: list[Tensor]  # what is updated: the model's parameters, or their float32 masters
+    sources: list[Tensor]  # whose .grad is used
+    copies: list[Tensor]  # the model's 16-bit parameters, beside their masters
+    grads: list[Tensor]
+    buffers: list[Tensor]
+    is_first_run: bool
+    is_new: bool  # of a division made in this step
+
+    def check(self) -> None:
+        """Raise if a parameter or gradient cannot be used, before anything is changed."""
+        check_gradients("FusedSGD.step", self.sources, self.grads)
+        for index, param in enumerate(self.params):
+            if not _is_dense(param):
+                raise RuntimeError(
+                    f"FusedSGD.step: parameter {index}, {describe(param)}, was not contiguous in "
+                    f"any memory format: its strides are {list(param.stride())}. Optimize the "
+                    "tensor that it is a view of, or a contiguous copy."
+                )
+
+    def match_gradients(self) -> bool:
+        """Copy gradients whose memory is laid out differently; return whether there were any."""
+        matched = match_layouts(self.sources, self.grads)
+        differed = not _is_same(matched, self.grads)
+        self.grads = matched
+        return differed
+
+    def conform_buffers(self) -> None:
+        """Make buffers that are missing, or whose dtype, device or layout a checkpoint changed."""
+        self.buffers = [
+            buffer if _is_alike(buffer, param) else _like(buffer, param)
+            for param, buffer in zip(self.params, self.buffers, strict=bool(self.buffers))
+        ]
+
+    def keep_buffers(self, state: dict[Tensor, Any]) -> None:
+        """Make the buffers part of the state."""
+        for param, buffer in zip(self.params, self.buffers, strict=bool(self.buffers)):
+            state[param][BUFFER] = buffer
+
+
+class GroupLaunches:
+    """Divides a parameter group by device, dtypes and presence of a momentum buffer.
+
+    The division holds until parameters, their dtype or device, or the pattern of missing gradients
+    and buffers change. Gradients and buffers themselves are read anew in every step.
+    """
+
+    def __init__(self) -> None:
+        self._lists: tuple[Sequence[Tensor | None], ...] = ()  # params, sources, copies
+        self._traits: tuple[Any, ...] = ()
+        self._divisions: list[tuple[list[int], bool]] = []  # (indices, is_first_run)
+
+    def collect(
+        self,
+        group: dict[str, Any],
+        state: dict[Tensor, Any],
+        twins: dict[int, Tensor],
+        use_model_grads: bool,
+    ) -> list[Launch]:
+        """The launches of one step.
+
+        Args:
+            group: a parameter group.
+            state: the optimizer's.
+            twins: the model's 16-bit parameter, by ``id`` of its float32 master.
+            use_model_grads: take the gradients of those, not of the masters.
+        """
+        params = group["params"]
+        copies = [twins.get(id(p)) for p in params] if twins else [None] * len(params)
+        sources = params
+        if use_model_grads and twins:
+            sources = [p if c is None else c for p, c in zip(params, copies, strict=True)]
+        grads = list(map(_grad_of, sources))
+        has_momentum = group["momentum"] != 0
+        buffers = _buffers(params, state) if has_momentum else [None] * len(params)
+        traits = (
+            has_momentum,
+            list(map(_dtype_of, params)),
+            list(map(_device_of, params)),
+            [grad is None for grad in grads],
+            [buffer is None for buffer in buffers],
+        )
+        lists = (params, sources, copies)
+        is_new = traits != self._traits or not all(map(_is_same, lists, self._lists))
+        if is_new:
+            self._divide(lists, traits)
+        lists = (*lists, grads, buffers)
+        return [_launch(group, lists, *division, is_new) for division in self._divisions]
+
+    def _divide(self, lists: tuple[Sequence[Tensor], ...], traits: tuple[Any, ...]) -> None:
+        has_momentum, dtypes, devices, without_grad, without_buffer = traits
+        chosen: dict[tuple, list[int]] = {}
+        for i, (_, source, copy) in enumerate(zip(*lists, strict=True)):
+            if without_grad[i]:
+                continue
+            copy_dtype = None if copy is None else copy.dtype
+            is_first_run = has_momentum and without_buffer[i]
+            key = (devices[i], dtypes[i], source.dtype, copy_dtype, is_first_run)
+            chosen.setdefault(key, []).append(i)
+        self._divisions = [(indices, key[-1]) for key, indices in chosen.items()]
+        self._lists = tuple(map(list, lists))
+        self._traits = traits
+
+
+def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _buffers(params: list[Tensor], state: dict[Tensor, Any]) -> list[Tensor | None]:
+    return [state[p].get(BUFFER) if p in state else None for p in params]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill memory without gaps, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_alike(buffer: Tensor | None, param: Tensor) -> bool:
+    return buffer is not None and (buffer.dtype, buffer.device, buffer.stride()) == (
+        param.dtype,
+        param.device,
+        param.stride(),
+    )
+
+
+def _like(buffer: Tensor | None, param: Tensor) -> Tensor:
+    """The buffer in its parameter's dtype, device and layout; a missing one is left unwritten."""
+    made = torch.empty_like(param, requires_grad=False)
+    return made if buffer is None else made.copy_(buffer)
+
+
+def _launch(
+    group: dict[str, Any],
+    lists: tuple[list, ...],
+    indices: list[int],
+    is_first_run: bool,
+    is_new: bool,
+) -> Launch:
+    if len(indices) < len(lists[0]):
+        lists = tuple([one[i] for i in indices] for one in lists)
+    params, sources, copies, grads, buffers = lists
+    if copies[0] is None:
+        copies = []
+    if group["momentum"] == 0:
+        buffers = []
+    return Launch(group, params, sources, copies, grads, buffers, is_first_run, is_new)
