@@ -1,0 +1,228 @@
+"""Tests of the example's parts, within one process."""
+
+import math
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import demo
+from checkpoint import write_atomically
+from data import MEAN, STD, Batches, load_data
+from digits import write_digits
+from meters import Totals
+from options import UsageError, parse_arguments
+from plot import plot_histories
+from processes import Processes
+from schedule import learning_rate
+
+CPU = torch.device("cpu")
+
+
+def write_images(root: Path, classes: list[str], per_class: int) -> Path:
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        for number in range(per_class):
+            Image.new("RGB", (8, 8), (number, 0, 255)).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_images(tmp_path / "train", ["a", "b"], per_class=6)
+    write_images(tmp_path / "val", ["a", "b"], per_class=5)
+    return tmp_path
+
+
+def options(data: Path, **changes) -> Namespace:
+    default = Namespace(data=data, augment="none", image_size=8, batch_size=3, workers=0, seed=0)
+    return Namespace(**(vars(default) | changes))
+
+
+def test_known_command_line(folder):
+    line = "-a resnet50 --b 128 --workers 4 --opt-level O2 --loss-scale 128.0 --sync_bn --prof 3"
+    args = parse_arguments(
+        [*line.split(), "--keep-batchnorm-fp32", "True", "--deterministic", "-e", str(folder)]
+    )
+    assert (args.arch, args.batch_size, args.workers) == ("resnet50", 128, 4)
+    assert (args.opt_level, args.loss_scale, args.keep_batchnorm_fp32) == ("O2", "128.0", "True")
+    assert (args.optimizer, args.lr, args.seed) == ("fused_sgd", 0.1, 0)
+    assert args.sync_bn
+    assert args.evaluate
+    assert args.prof == 3
+
+
+@pytest.mark.parametrize("flag", ["-b", "--b", "--batch-size"])
+def test_batch_size_has_three_names(flag, folder):
+    assert parse_arguments([flag, "7", str(folder)]).batch_size == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-a", "resnet5"], "did you mean resnet50"),
+        (["-a", "inception_v3"], "auxiliary logits"),
+        (["--opt-level", "02"], "invalid choice: '02'"),
+        (["--loss-scale", "dynamics"], "expected 'dynamic' or a number > 0, got 'dynamics'"),
+        (["--loss-scale", "-1"], "expected 'dynamic' or a number > 0, got '-1'"),
+        (["--loss-scale", "nan"], "expected 'dynamic' or a number > 0, got 'nan'"),
+        (["--keep-batchnorm-fp32", "yes"], "invalid choice: 'yes'"),
+        (["--b", "0"], "expected an integer >= 1, got 0"),
+        (["--workers", "-1"], "expected an integer >= 0, got -1"),
+        (["--lr", "inf"], "expected a finite number >= 0, got inf"),
+        (["--resume", "absent.pth.tar"], "no such file: absent.pth.tar"),
+    ],
+)
+def test_bad_arguments(arguments, message, folder, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments([*arguments, str(folder)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert arguments[0] in error
+
+
+def test_folder_without_val(tmp_path, capsys):
+    (tmp_path / "train").mkdir()
+    with pytest.raises(SystemExit):
+        parse_arguments([str(tmp_path)])
+    assert "missing: val" in capsys.readouterr().err
+
+
+def test_classes_must_agree(folder):
+    write_images(folder / "val", ["c"], per_class=1)
+    with pytest.raises(UsageError, match=r"differ in the classes \['c'\]"):
+        load_data(options(folder), Processes(CPU))
+
+
+def test_class_without_images(folder):
+    (folder / "train" / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty"):
+        load_data(options(folder), Processes(CPU))
+
+
+def test_batch_larger_than_the_training_set(folder):
+    with pytest.raises(UsageError, match=r"7 images on each of 2 processes make 14, but .* 12"):
+        load_data(options(folder, batch_size=7), Processes(CPU, 0, 2))
+
+
+def test_processes_share_the_images(folder):
+    """Together they see every validation image once, and disjoint training images."""
+    parts = [load_data(options(folder), Processes(CPU, rank, 3)) for rank in range(3)]
+    val = [index for part in parts for index in part.val.dataset.indices]
+    assert sorted(val) == list(range(10))
+    train = [index for part in parts for index in part.sampler]
+    assert sorted(train) == list(range(12))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches_are_normalized(folder, channels_last):
+    data = load_data(options(folder, batch_size=10), Processes(CPU))
+    ((images, labels),) = Batches(data.val, CPU, channels_last)
+    assert labels.tolist() == [0] * 5 + [1] * 5
+    pixels = torch.tensor([3.0, 0.0, 255.0])  # of the fourth image
+    expected = (pixels - torch.tensor(MEAN)) / torch.tensor(STD)
+    torch.testing.assert_close(images[3], expected.view(3, 1, 1).expand(3, 8, 8))
+    assert images.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+def test_totals_weigh_batches_by_images():
+    totals = Totals(Processes(CPU))
+    totals.add(torch.tensor(1.0), torch.eye(6)[:4], torch.tensor([0, 1, 2, 5]))
+    totals.add(torch.tensor(6.0), torch.eye(6)[:1], torch.tensor([1]))
+    scores = totals.scores()
+    assert scores.loss == pytest.approx((4 * 1 + 6) / 5)
+    assert scores.top1 == pytest.approx(100 * 3 / 5)
+
+
+def test_top5_of_three_classes_is_everything():
+    totals = Totals(Processes(CPU))
+    totals.add(torch.tensor(1.0), torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    assert totals.scores().top5 == 100
+
+
+@pytest.mark.parametrize(
+    ("epoch", "expected"),
+    [(0.5, 0.1), (2.5, 0.5), (5, 1.0), (29.9, 1.0), (30, 0.1), (60, 0.01), (80, 0.001)],
+)
+def test_step_schedule(epoch, expected):
+    lr = learning_rate(1.0, epoch, schedule="step", epochs=90, warmup_epochs=5)
+    assert lr == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("epoch", "expected"), [(0.5, 0.5), (1, 1.0), (2, 0.5), (3, 0.0)])
+def test_cosine_schedule(epoch, expected):
+    lr = learning_rate(1.0, epoch, schedule="cosine", epochs=3, warmup_epochs=1)
+    assert lr == pytest.approx(expected)
+
+
+def test_interrupted_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, lambda file: file.write(b"old"))
+
+    def interrupted(file):
+        file.write(b"half of the n")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, interrupted)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_digits(tmp_path):
+    write_digits(tmp_path / "digits", size=16)
+    train = {path.name for path in tmp_path.glob("digits/train/*/*.png")}
+    val = {path.name for path in tmp_path.glob("digits/val/*/*.png")}
+    assert (len(train), len(val), len(train & val)) == (1198, 599, 0)
+    for digit in range(10):
+        assert 55 <= len(list(tmp_path.glob(f"digits/val/{digit}/*.png"))) <= 65
+    with Image.open(next(tmp_path.glob("digits/train/0/*.png"))) as image:
+        assert (image.size, image.mode) == ((16, 16), "RGB")
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        write_digits(tmp_path / "digits")
+
+
+def test_plot_is_a_png(tmp_path):
+    scores = {"val_loss": 0.5, "train_loss": 1.0, "val_top1": 90.0, "train_top1": 80.0}
+    records = [{"epoch": epoch, **scores} for epoch in range(2)]
+    plot_histories(tmp_path / "plot.png", {"one": {"O0": records}, "two": {"O1": records}})
+    with Image.open(tmp_path / "plot.png") as image:
+        image.load()
+        assert image.height > 700  # two rows
+
+
+def result(level, top1=98.0, images_per_s=100.0):
+    return demo.Result("fused_sgd", level, 0.1, top1, images_per_s, epochs=[])
+
+
+def test_demo_accepts_what_is_within_its_limits():
+    results = [result("O0"), result("O1", top1=97.1), result("O5", images_per_s=76.0)]
+    demo.compare(results)
+    assert demo.failures(results) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (result("O1", top1=96.9), "O1 is 1.10 points less accurate than O0"),
+        (result("O2", images_per_s=74.0), "O2 runs at 0.74 of O0's speed"),
+        (result("O5", top1=math.nan), "O5 is nan points less accurate"),
+    ],
+)
+def test_demo_rejects_what_is_not(bad, message):
+    results = [result("O0"), bad]
+    demo.compare(results)
+    (text,) = demo.failures(results)
+    assert message in text
+
+
+def test_demo_needs_a_baseline_that_learned():
+    results = [result("O0", top1=94.0)]
+    demo.compare(results)
+    assert "reached 94.00 %" in demo.failures(results)[0]
