@@ -16,43 +16,59 @@ inline constexpr int64_t kReduceGrain = 32768;
 // What a tensor costs beside its elements, in elements: decides how threads share small tensors.
 inline constexpr int64_t kReduceTensorCost = 256;
 
+// Terms that a lane adds up in T before they go on in double: more would lose digits.
+inline constexpr int64_t kReduceRun = 16;
+
 template <class S, class F>
 class ChunkReduction {
  public:
   using T = typename F::value_type;
 
+  ChunkReduction(const F& functor, const S* data) : functor_(functor), data_(data) {}
+
   // Combined terms of data[0:count].
-  static T run(const F& functor, const S* data, int64_t count) {
-    if (count < 2 * kReduceStreams * kPack) return run_streams<1>(functor, data, count);
-    return run_streams<kReduceStreams>(functor, data, count);
+  double run(int64_t count) {
+    // Each stream takes a contiguous share of whole packs; the rest follows at the end.
+    int64_t stream = count / (kReduceStreams * kPack) * kPack;
+    for (int64_t i = 0; i < stream; i += kReduceRun * kPack) {
+      add_run<kReduceStreams>(i, std::min(i + kReduceRun * kPack, stream), stream);
+    }
+    int64_t rest = kReduceStreams * stream;
+    if (rest + kPack <= count) add_run<1>(rest, count / kPack * kPack, 0);
+    int64_t end = count / kPack * kPack;
+    if (end < count) add_some(data_ + end, static_cast<int>(count - end));
+    return fold_all<kPack / 2>(sums_);
   }
 
  private:
+  // Packs from begin to end of every stream; streams lie `stride` elements apart.
   template <int kStreams>
-  static T run_streams(const F& functor, const S* data, int64_t count) {
+  void add_run(int64_t begin, int64_t end, int64_t stride) {
     alignas(64) T lanes[kStreams][kPack] = {};
-    // Each stream takes a contiguous share of whole packs; the rest follows at the end.
-    int64_t stream = count / (kStreams * kPack) * kPack;
-    for (int64_t i = 0; i < stream; i += kPack) {
-      for (int s = 0; s < kStreams; ++s) add(functor, data + s * stream + i, lanes[s]);
+    for (int64_t i = begin; i < end; i += kPack) {
+      for (int s = 0; s < kStreams; ++s) add(data_ + s * stride + i, lanes[s]);
     }
-    int64_t i = kStreams * stream;
-    for (; i + kPack <= count; i += kPack) add(functor, data + i, lanes[0]);
-    if (i < count) add_some(functor, data + i, lanes[0], static_cast<int>(count - i));
     for (int s = 1; s < kStreams; ++s) fold<kPack>(lanes[0], lanes[s]);
-    return fold_all<kPack / 2>(lanes[0]);
+    fold<kPack>(sums_, lanes[0]);
   }
 
   // A tree: rounding errors grow with its depth instead of with the number of lanes.
   template <int N>
-  static T fold_all(T* lanes) {
+  static double fold_all(double* lanes) {
     fold<N>(lanes, lanes + N);
     if constexpr (N > 1) return fold_all<N / 2>(lanes);
     return lanes[0];
   }
 
-  template <int N>
-  static void fold(T* into, const T* from) {
+  template <int N, class Into>
+  static void fold(Into* into, const T* from) requires(!std::is_same_v<Into, T>) {
+    APEX_VECTORIZE
+    for (int lane = 0; lane < N; ++lane) {
+      into[lane] = F::combine(into[lane], static_cast<Into>(from[lane]));
+    }
+  }
+  template <int N, class Value>
+  static void fold(Value* into, const Value* from) {
     APEX_VECTORIZE
     for (int lane = 0; lane < N; ++lane) into[lane] = F::combine(into[lane], from[lane]);
   }

@@ -49,73 +49,65 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// What all tensors at one index must have in common, read once per index: lists may be long.
-struct Peer {
-  const Tensor& tensor;
-  int32_t device;
-  bool is_cpu;
-  int64_t numel;
-  bool is_contiguous;
-};
-
-// Why `tensor` cannot be walked in step with its peer, or null.
-inline const char* problem_of(const Tensor& tensor, const Peer& peer, ScalarType dtype) {
-  if (tensor.scalar_type() != dtype) return "all tensors of one list must have one dtype";
-  if (tensor.get_device_index() != peer.device || tensor.is_cpu() != peer.is_cpu) {
-    return "a tensor is not on the same device as the first tensor";
+// Raises unless tensor i of `list` can be walked in step with tensor i of `first`.
+inline void check_pair(const char* op, const NamedList& first, const NamedList& list, size_t i,
+                       int32_t dtype, int32_t device) {
+  Tensor a = first.tensors[i], b = list.tensors[i];
+  const char* problem = nullptr;
+  if (list.tensors.facts(i).dtype != dtype) {
+    fail(op, ": all tensors of one list must have one dtype. ", list.name, "[0] is ",
+         describe(list.tensors[0]), ", ", list.name, '[', i, "] is ", describe(b), ".");
+  } else if (b.get_device_index() != device || b.is_cpu() != a.is_cpu()) {
+    problem = "a tensor is not on the same device as the first tensor";
+  } else if (b.numel() != a.numel()) {
+    problem = "size mismatch: tensors at one index must have the same number of elements";
+  } else if (!(a.is_contiguous() && b.is_contiguous()) &&
+             !(is_dense(a) && is_dense(b) && same_layout(a, b))) {
+    problem = "a tensor was not contiguous in the memory format of its peers";
   }
-  if (tensor.numel() != peer.numel) {
-    return "size mismatch: tensors at one index must have the same number of elements";
-  }
-  if (tensor.is_contiguous() && peer.is_contiguous) return nullptr;
-  if (is_dense(tensor) && is_dense(peer.tensor) && same_layout(tensor, peer.tensor)) return nullptr;
-  return "a tensor was not contiguous in the memory format of its peers";
-}
-
-[[noreturn]] inline void fail_at(const char* op, const char* problem, const NamedList& first,
-                                 const NamedList& list, size_t i) {
-  // What it does not match: its own list's first tensor, or the first list's at this index.
-  bool own = list.name == first.name ||
-             list.tensors[i].scalar_type() != list.tensors[0].scalar_type();
-  const NamedList& other = own ? list : first;
-  size_t j = own ? 0 : i;
-  fail(op, ": ", problem, ". ", other.name, '[', j, "] is ", describe(other.tensors[j]), ", ",
-       list.name, '[', i, "] is ", describe(list.tensors[i]), ".");
+  if (problem == nullptr) return;
+  fail(op, ": ", problem, ". ", first.name, '[', i, "] is ", describe(a), ", ", list.name, '[', i,
+       "] is ", describe(b), ".");
 }
 
 // Whether tensors without elements get rows of their own: only where rows are results.
 enum class Empty { kLeaveOut, kKeep };
 
-// The table of lists that can be walked together; raises, naming the tensor, for others.
 inline TensorTable make_table(const char* op, std::initializer_list<NamedList> lists,
                               Empty empty = Empty::kLeaveOut) {
   const NamedList& first = *lists.begin();
-  size_t tensors = first.tensors.size();
   TensorTable table;
-  table.columns = static_cast<int>(lists.size());
   for (const NamedList& list : lists) {
-    check(list.tensors.size() == tensors, op, ": ", list.name, " has ", list.tensors.size(),
-          " tensors, but ", first.name, " has ", tensors, ".");
+    check(list.tensors.size() == first.tensors.size(), op, ": ", list.name, " has ",
+          list.tensors.size(), " tensors, but ", first.name, " has ", first.tensors.size(), ".");
+    ++table.columns;
   }
-  if (tensors == 0) return table;
-  table.data.reserve(tensors * table.columns);
-  table.numel.reserve(tensors);
+  if (first.tensors.empty()) return table;
+  table.data.reserve(first.tensors.size() * table.columns);
+  table.numel.reserve(first.tensors.size());
 
-  std::vector<ScalarType> dtypes;
-  for (const NamedList& list : lists) dtypes.push_back(list.tensors[0].scalar_type());
-  int32_t device = first.tensors[0].get_device_index();
-  bool is_cpu = first.tensors[0].is_cpu();
-  for (size_t i = 0; i < tensors; ++i) {
-    const Tensor& like = first.tensors[i];
-    Peer peer{like, device, is_cpu, like.numel(), like.is_contiguous()};
-    auto dtype = dtypes.begin();
+  std::vector<TensorFacts> references;  // of each list's first tensor
+  for (const NamedList& list : lists) references.push_back(list.tensors.facts(0));
+  for (size_t i = 0; i < first.tensors.size(); ++i) {
+    size_t column = 0;
+    int64_t numel = 0;
     for (const NamedList& list : lists) {
-      const char* problem = problem_of(list.tensors[i], peer, *dtype++);
-      if (problem != nullptr) fail_at(op, problem, first, list, i);
+      TensorFacts facts = list.tensors.facts(i);
+      if (column == 0) numel = facts.numel;
+      bool plain = facts.dtype == references[column].dtype && facts.numel == numel &&
+                   facts.device_type == references[0].device_type &&
+                   facts.device_index == references[0].device_index && facts.contiguous;
+      if (!plain) {
+        check_pair(op, first, list, i, references[column].dtype, references[0].device_index);
+      }
+      table.data.push_back(facts.data);
+      ++column;
     }
-    if (empty == Empty::kLeaveOut && peer.numel == 0) continue;
-    for (const NamedList& list : lists) table.data.push_back(list.tensors[i].data_ptr());
-    table.numel.push_back(peer.numel);
+    if (numel > 0 || empty == Empty::kKeep) {
+      table.numel.push_back(numel);
+    } else {
+      table.data.resize(table.data.size() - table.columns);
+    }
   }
   return table;
 }
