@@ -38,7 +38,6 @@ def in_place(case, sizes, device):
     lists = [[torch.randn(n, device=device) for n in sizes] for _ in range(3)]
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     found = torch.zeros(1, device=device)
-    factor = torch.full((1,), FACTOR, device=device)
     one = torch.ones(1, device=device)  # keeps the values away from subnormals
     unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
     scaler = LossScaler(1.0)
@@ -51,7 +50,6 @@ def in_place(case, sizes, device):
         apex_with_sorting=lambda: scaler.unscale(lists[1], lists[1], scale_override=1.0),
         torch_foreach=lambda: unscale_(lists[2], found, one),
     )
-    del factor
 
 
 def to_masters(case, sizes, device):

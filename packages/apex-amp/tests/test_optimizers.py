@@ -100,16 +100,6 @@ def test_zero_grad(set_to_none):
     assert all(p.grad is None for p in optimizer._amp_stash.all_fp32_from_fp16_params)
 
 
-def test_zero_grad_follows_the_optimizers_own_default():
-    class Zeroing(torch.optim.SGD):
-        set_grad_none = False
-
-    model, optimizer = build(make=Zeroing)
-    backward(model, optimizer)
-    optimizer.zero_grad()
-    assert model[0].weight.grad.abs().sum() == 0
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_add_param_group(level):
     model, optimizer = build(level, nn.Linear(8, 8))

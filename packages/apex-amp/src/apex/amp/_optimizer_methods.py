@@ -77,17 +77,15 @@ def _drop_master_grads(self: Any) -> None:
         master.grad = None
 
 
-def zero_grad(self: Any, set_to_none: bool | None = None) -> None:
+def zero_grad(self: Any, set_to_none: bool = True) -> None:
     """Clear the gradients of the model's parameters and of the masters.
 
     Args:
-        set_to_none: drop gradients instead of zeroing them in place; default: as the optimizer's
-            own ``zero_grad`` does, which is True for torch's. Masters' are always dropped.
+        set_to_none: drop gradients instead of zeroing them in place, as in torch. Masters' are
+            always dropped.
     """
     self._amp_lazy_init()
     stash = self._amp_stash
-    if set_to_none is None:
-        set_to_none = getattr(self, "set_grad_none", True)
     frozen = [param for _, param in stash.frozen]
     for param in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params, *frozen):
         if set_to_none:

@@ -111,8 +111,7 @@ def initialize(
     }
     with _unchanged_on_error():
         _amp_state.verbosity = verbosity
-        _amp_state.min_loss_scale = min_loss_scale
-        _amp_state.max_loss_scale = max_loss_scale
+        _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
         if enabled:
             properties = _resolve(overrides)
             model_list, optimizer_list = _checked(models, optimizers)
