@@ -124,10 +124,12 @@ def matrix_runs():
 @nox.parametrize("python,torch", matrix_runs(), ids=["-".join(r[::-1]) for r in matrix_runs()])
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
-    install_wheels(session, PACKAGES, torch=torch)
-    # All of it ran on one torch in `tests`; here a few cases of every test function do.
+    install_wheels(session, PACKAGES, "pytest-xdist", torch=torch)
+    # All of it ran on one torch in `tests`; here a few cases of every test function do, one thread
+    # each, on all cores.
     sample = ["-p", "ci.sampling", "--cases-per-test", str(MATRIX["cases_per_test"])]
-    pytest(session, *sample, *(f"packages/{p}/tests" for p in PACKAGES))
+    parallel = ["-n", str(len(os.sched_getaffinity(0))), "-o", "apex_threads=1"]
+    pytest(session, *sample, *parallel, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
 @nox.session

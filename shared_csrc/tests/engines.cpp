@@ -1,5 +1,5 @@
-// Runs every engine on the CPU with trivial functors, against loops in double; exits non-zero with a
-// line per mismatch. Compiled per ISA level and with sanitizers by test_engines.py.
+// Runs every engine on the CPU with trivial functors, against loops in double; exits non-zero with
+// a line per mismatch. Compiled per ISA level and with sanitizers by test_engines.py.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -36,7 +36,8 @@ struct Threads {
     if (end - begin <= grain) return f(begin, end);
     std::vector<std::thread> pool;
     for (int t = 0; t < count; ++t) {
-      int64_t from = begin + (end - begin) * t / count, to = begin + (end - begin) * (t + 1) / count;
+      int64_t from = begin + (end - begin) * t / count,
+              to = begin + (end - begin) * (t + 1) / count;
       if (from < to) pool.emplace_back([&f, from, to] { f(from, to); });
     }
     for (std::thread& thread : pool) thread.join();
@@ -151,8 +152,8 @@ struct Normalize {
   void row(R& row) const {
     auto values = row.stage(0, x);
     float high = row.max([](float v) { return v; }, values);
-    auto both = row.template sums<2>(
-        [=](float v) { return Array<float, 2>{{v - high, 1.0f}}; }, values);
+    auto both =
+        row.template sums<2>([=](float v) { return Array<float, 2>{{v - high, 1.0f}}; }, values);
     float scale = both[0] == 0 ? 1.0f : 1 / both[0];
     expect_near(both[1], row.columns(), 0, "rowwise count");
     row.each([=](float& out, float v) { out = (v - high) * scale; }, row.out(y), values);

@@ -66,9 +66,9 @@ void check_range(uint64_t first, uint64_t last, uint64_t step) {
 // Argument: the step between the bits of tested floats; 1 tests all 2^32.
 int main(int, char** arguments) {
   check_range(0, 0xffffffffu, std::strtoull(arguments[1], nullptr, 10));
-  for (float edge : {kSmallestExponent, kLargestExponent, 0.0f, -0.0f, 0.34657359f, -103.97f,
-                     std::numeric_limits<float>::infinity(),
-                     -std::numeric_limits<float>::infinity()}) {
+  for (float edge :
+       {kSmallestExponent, kLargestExponent, 0.0f, -0.0f, 0.34657359f, -103.97f,
+        std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
     uint64_t bits = bit_cast<uint32_t>(edge);
     check_range(bits < 20000 ? 0 : bits - 20000, bits + 20000, 1);
   }

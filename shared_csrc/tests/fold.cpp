@@ -70,8 +70,7 @@ void test_rows(int64_t rows, int64_t columns, int64_t gap, int64_t changed) {
   std::vector<S> x(rows == 0 ? 0 : (rows - 1) * stride + columns), y(rows * columns);
   for (S& value : x) value = convert<S>(std::rand() / float(RAND_MAX) - 0.5f);
   std::vector<State> states(rows);
-  rowwise(Serial{}, rows, columns,
-          Largest<S>{x.data(), stride, y.data(), changed, states.data()});
+  rowwise(Serial{}, rows, columns, Largest<S>{x.data(), stride, y.data(), changed, states.data()});
   for (int64_t row = 0; row < rows; ++row) {
     float largest = -1, sign = 0;
     for (int64_t column = 0; column < columns; ++column) {

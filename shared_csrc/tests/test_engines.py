@@ -1,4 +1,4 @@
-"""Engines with trivial functors, per ISA level and under sanitizers; no torch header is compiled."""
+"""Engines with trivial functors, per ISA level and under sanitizers, without torch."""
 
 import subprocess
 import sys

@@ -146,7 +146,8 @@ def _check_error(actual, truth, allowance, ulps, name):
         f"{name}: largest error {error.flatten()[where].item():.3e} at {index}: "
         f"got {actual.flatten()[where].item():.9g}, truth {truth.flatten()[where].item():.9g}.\n"
         f"Allowed {allowance.total:.3e} = {allowance.slack:g} x {allowance.plain_error:.3e} "
-        f"(plain PyTorch's largest error) + {ulps:g} x {allowance.ulp:.3e} (ulp of the largest true value).\n"
+        f"(plain PyTorch's largest error) + {ulps:g} x {allowance.ulp:.3e} "
+        f"(ulp of the largest true value).\n"
         f"{int(is_wrong.sum())} of {is_wrong.numel()} elements exceed it ({_describe(actual)})."
     )
 

@@ -21,6 +21,25 @@ def adam_reference(p, *grads, lr, weight_decay=0.0, eps=1e-8, adam_w_mode=True, 
     return p
 
 
+def sgd_reference(p, *grads, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, **options):
+    """The formula, step by step, in the dtype of its inputs (torch.optim rounds 16-bit buffers)."""
+    nesterov, late_decay = options.get("nesterov", False), options.get("wd_after_momentum", False)
+    sign = -1 if options.get("maximize", False) else 1
+    buffer = None
+    for g in grads:
+        g = sign * g
+        if not late_decay:
+            g = g + weight_decay * p
+        update = g
+        if momentum:
+            buffer = g if buffer is None else momentum * buffer + (1 - dampening) * g
+            update = g + momentum * buffer if nesterov else buffer
+        if late_decay:
+            update = update + weight_decay * p
+        p = p - lr * update
+    return p
+
+
 def run_steps(optimizer_class, params, grads_per_step, **hyper):
     """Make an optimizer, take one step for every list of gradients, and return it."""
     optimizer = optimizer_class(params, **hyper)

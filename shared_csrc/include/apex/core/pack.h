@@ -28,9 +28,9 @@ APEX_HD void store_pack(S* target, const T (&values)[N]) {
 }
 
 #if defined(__F16C__)
-// Compilers do not vectorize _Float16 conversions before GCC 13. Vectors are as wide as those of the
-// loops around: reading two stores by one load stalls. The masked intrinsics are the plain ones to
-// the compiler, without GCC 12's warning about the undefined operand of the latter.
+// Compilers do not vectorize _Float16 conversions before GCC 13. Vectors are as wide as those of
+// the loops around: reading two stores by one load stalls. The masked intrinsics are the plain ones
+// to the compiler, without GCC 12's warning about the undefined operand of the latter.
 template <int N>
 APEX_HD void load_pack(const Half* source, float (&values)[N]) {
 #if defined(__AVX512F__)

@@ -8,9 +8,9 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int kColwiseThreadsY = 8;       // rows in flight per block
-inline constexpr int64_t kColwiseRows = 256;     // rows per tile, at least
-inline constexpr int64_t kColwiseSplits = 128;   // tiles along the rows, at most
+inline constexpr int kColwiseThreadsY = 8;      // rows in flight per block
+inline constexpr int64_t kColwiseRows = 256;    // rows per tile, at least
+inline constexpr int64_t kColwiseSplits = 128;  // tiles along the rows, at most
 
 template <class Program, class T, int N>
 APEX_HD void merge_sums(const Program& program, Array<T, N>& total, const Array<T, N>& part) {
@@ -105,12 +105,11 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
   using T = typename Program::value_type;
   if (columns == 0) return;
   int64_t splits = std::clamp<int64_t>(rows / kColwiseRows, 1, kColwiseSplits);
-  T* partials =
-      static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
+  T* partials = static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
   dim3 tiles(static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes),
              static_cast<unsigned>(splits));
-  launch(colwise_tiles<Program, T>, tiles, dim3(kGroupLanes, kColwiseThreadsY), 0,
-         context.stream(), rows, columns, partials, program);
+  launch(colwise_tiles<Program, T>, tiles, dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(),
+         rows, columns, partials, program);
   context.check_launch("colwise_tiles");
   launch(colwise_merge<Program, T>, dim3(static_cast<unsigned>((columns + 255) / 256)), dim3(256),
          0, context.stream(), splits, columns, partials, program);

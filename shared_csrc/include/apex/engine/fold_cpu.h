@@ -35,8 +35,8 @@ struct FoldLanes {
     set(lane, state);
   }
 
-  // The state of the first `count` lanes together; the others must be empty. Widths are constants, so
-  // that the narrow ones are vector operations, too.
+  // The state of the first `count` lanes together; the others must be empty. Widths are constants,
+  // so that the narrow ones are vector operations, too.
   template <int kWidth, class Merge>
   APEX_HD void merge_down(const Merge& merge, int64_t count) {
     if constexpr (kWidth > 0) {

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kForeachThreads)
 }
 
 template <class... Columns, class Context, class F>
-void foreach (const Context& context, const TensorTable& table, const F& functor) {
+void foreach(const Context& context, const TensorTable& table, const F& functor) {
   using Prepared = decltype(prepared(functor));
   constexpr int N = pack_size<typename Columns::storage...>();
   constexpr int64_t kElements = int64_t{kForeachThreads} * kForeachPacks * N;

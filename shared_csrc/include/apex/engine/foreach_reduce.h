@@ -2,16 +2,18 @@
 //
 //   foreach_reduce<BFloat16>(context, table, L2Norm<float>{...}, per_tensor, total);
 //
-// The functor has `value_type`, `T operator()(T x) const` (the term of one element; that of 0 is 0),
-// `static combine(a, b)` with identity 0 (a sum, or a maximum of values >= 0) for value_type and
-// double, and `finish(x)` (applied to the combined terms: a root, say). Optionally
+// The functor has `value_type`, `T operator()(T x) const` (the term of one element; that of 0 is
+// 0), `static combine(a, b)` with identity 0 (a sum, or a maximum of values >= 0) for value_type
+// and double, and `finish(x)` (applied to the combined terms: a root, say). Optionally
 //
 // - `flag`: set to 1, unless null, where a partial result is not finite;
-// - `static is_reliable(partial)` and `wide()`: a chunk whose partial result is not reliable is done
+// - `static is_reliable(partial)` and `wide()`: a chunk whose partial result is not reliable is
+// done
 //   again with the functor wide(), which computes in double.
 //
-// Partial results are per chunk of fixed size and combined in order, in double: the result depends
-// neither on the number of threads nor on timing. Tensors without elements count as 0.
+// Runs of a few dozen terms are combined in value_type, everything beyond in double. Chunks are of
+// fixed size and combined in order: the result depends neither on the number of threads nor on
+// timing. Tensors without elements count as 0.
 //
 // `per_tensor` [tensors of the table] may be null; `total` is one number. Both are float or double.
 #pragma once

@@ -60,53 +60,54 @@ class ChunkReduction {
     return lanes[0];
   }
 
-  template <int N, class Into>
-  static void fold(Into* into, const T* from) requires(!std::is_same_v<Into, T>) {
+  template <int N, class Into, class From>
+  static void fold(Into* into, const From* from) {
     APEX_VECTORIZE
     for (int lane = 0; lane < N; ++lane) {
       into[lane] = F::combine(into[lane], static_cast<Into>(from[lane]));
     }
   }
-  template <int N, class Value>
-  static void fold(Value* into, const Value* from) {
-    APEX_VECTORIZE
-    for (int lane = 0; lane < N; ++lane) into[lane] = F::combine(into[lane], from[lane]);
-  }
 
   template <class Loaded>
-  static void add_loaded(const F& functor, const Loaded* values, T* lanes) {
+  void add_loaded(const Loaded* values, T* lanes) const {
     APEX_VECTORIZE
     for (int lane = 0; lane < kPack; ++lane) {
-      lanes[lane] = F::combine(lanes[lane], functor(convert<T>(values[lane])));
+      lanes[lane] = F::combine(lanes[lane], functor_(convert<T>(values[lane])));
     }
   }
 
-  static void add(const F& functor, const S* data, T* lanes) {
+  void add(const S* data, T* lanes) const {
     if constexpr (std::is_same_v<S, Half>) {
       // Compilers do not vectorize this conversion; load_pack() does it by hand.
       alignas(64) float values[kPack];
       load_pack(data, values);
-      add_loaded(functor, values, lanes);
+      add_loaded(values, lanes);
     } else {
-      add_loaded(functor, data, lanes);
+      add_loaded(data, lanes);
     }
   }
 
-  static void add_some(const F& functor, const S* data, T* lanes, int count) {
+  void add_some(const S* data, int count) {
     alignas(64) compute_t<S> values[kPack];
+    alignas(64) T lanes[kPack] = {};
     load_some(data, values, count);
-    add_loaded(functor, values, lanes);  // the term of 0 is 0
+    add_loaded(values, lanes);  // the term of 0 is 0
+    fold<kPack>(sums_, lanes);
   }
+
+  const F functor_;
+  const S* data_;
+  alignas(64) double sums_[kPack] = {};
 };
 
-// One chunk's partial result, in double where the functor's own type cannot hold it.
+// One chunk's partial result; the functor's own type is too narrow for the terms of some.
 template <class S, class F>
 double reduce_chunk(const F& functor, const S* data, int64_t count) {
-  auto partial = ChunkReduction<S, F>::run(functor, data, count);
-  if constexpr (requires { functor.wide(); } && !std::is_same_v<decltype(partial), double>) {
+  double partial = ChunkReduction<S, F>(functor, data).run(count);
+  if constexpr (requires { functor.wide(); } && !std::is_same_v<typename F::value_type, double>) {
     if (!F::is_reliable(partial)) return reduce_chunk(functor.wide(), data, count);
   }
-  return static_cast<double>(partial);
+  return partial;
 }
 
 template <class S, class Context, class F, class R>

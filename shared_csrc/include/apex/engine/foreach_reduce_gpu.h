@@ -6,23 +6,33 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
+// Packs that a thread combines in T before it goes on in double: more would lose digits, fewer
+// would ask too much of GPUs whose double arithmetic is slow.
+inline constexpr int kReduceRun = 4;
+
 // The calling thread's share of data[begin:end), combined.
 template <class F, class S>
-APEX_DEVICE typename F::value_type reduce_share(const F& functor, const S* data, int64_t begin,
-                                                int64_t end) {
+APEX_DEVICE double reduce_share(const F& functor, const S* data, int64_t begin, int64_t end) {
   using T = typename F::value_type;
   constexpr int N = pack_size<S>();
-  T result = T(0);
+  constexpr int64_t kStride = int64_t{kForeachThreads} * N;
+  double result = 0;
   int64_t packs_end = is_aligned<N>(data) ? begin + (end - begin) / N * N : begin;
-#pragma unroll 4
-  for (int64_t i = begin + threadIdx.x * N; i < packs_end; i += kForeachThreads * N) {
-    T values[N];
-    load_pack(data + i, values);
+  for (int64_t i = begin + threadIdx.x * N; i < packs_end; i += kReduceRun * kStride) {
+    T run = T(0);
 #pragma unroll
-    for (int lane = 0; lane < N; ++lane) result = F::combine(result, functor(values[lane]));
+    for (int k = 0; k < kReduceRun; ++k) {
+      if (i + k * kStride < packs_end) {
+        T values[N];
+        load_pack(data + i + k * kStride, values);
+#pragma unroll
+        for (int lane = 0; lane < N; ++lane) run = F::combine(run, functor(values[lane]));
+      }
+    }
+    result = F::combine(result, static_cast<double>(run));
   }
   for (int64_t i = packs_end + threadIdx.x; i < end; i += kForeachThreads) {
-    result = F::combine(result, functor(convert<T>(data[i])));
+    result = F::combine(result, static_cast<double>(functor(convert<T>(data[i]))));
   }
   return result;
 }
@@ -30,13 +40,12 @@ APEX_DEVICE typename F::value_type reduce_share(const F& functor, const S* data,
 // The block's partial result of data[begin:end), in all its threads.
 template <class F, class S>
 APEX_DEVICE double reduce_chunk(const F& functor, const S* data, int64_t begin, int64_t end) {
-  using T = typename F::value_type;
-  T share = reduce_share(functor, data, begin, end);
-  T partial = reduce_row(share, [](T a, T b) { return F::combine(a, b); });
-  if constexpr (requires { functor.wide(); } && !std::is_same_v<T, double>) {
+  double share = reduce_share(functor, data, begin, end);
+  double partial = reduce_row(share, [](double a, double b) { return F::combine(a, b); });
+  if constexpr (requires { functor.wide(); } && !std::is_same_v<typename F::value_type, double>) {
     if (!F::is_reliable(partial)) return reduce_chunk(functor.wide(), data, begin, end);
   }
-  return static_cast<double>(partial);
+  return partial;
 }
 
 template <class F, class S>

@@ -8,14 +8,16 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Storage whose conversion compilers do not vectorize inside a loop goes through a buffer.
-template <class S, class T>
+// Whether packs of a view are converted into a buffer ahead of the loop over lanes: where the view
+// asks for it, and for storage whose conversion compilers do not vectorize inside a loop.
+template <class View, class T>
 inline constexpr bool kBuffered =
+    !std::is_same_v<typename View::storage, T> &&
+    (is_ahead_v<View>
 #if defined(__F16C__)
-    std::is_same_v<S, Half> && std::is_same_v<T, float>;
-#else
-    false;
+     || (std::is_same_v<typename View::storage, Half> && std::is_same_v<T, float>)
 #endif
+    );
 
 template <class T, class Indices, class... Views>
 class LanesOf;
@@ -69,14 +71,14 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   template <size_t K, class View>
   APEX_HD T read(int lane) const {
     if constexpr (!View::kRead) return T(0);
-    if constexpr (kBuffered<typename View::storage, T>) return buffers_[K][lane];
+    if constexpr (kBuffered<View, T>) return buffers_[K][lane];
     return convert<T>(source<K, View>()[lane]);
   }
 
   template <size_t K, class View>
   APEX_HD void write(int lane, T value) {
     if constexpr (!View::kWritten) return;
-    if constexpr (kBuffered<typename View::storage, T>) {
+    if constexpr (kBuffered<View, T>) {
       buffers_[K][lane] = value;
     } else {
       source<K, View>()[lane] = convert<typename View::storage>(value);
@@ -85,7 +87,7 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
 
   template <size_t K, class View, class... Count>
   APEX_HD void fill(Count... count) {
-    if constexpr (View::kRead && kBuffered<typename View::storage, T>) {
+    if constexpr (View::kRead && kBuffered<View, T>) {
       if constexpr (sizeof...(Count) == 0) load_pack(source<K, View>(), buffers_[K]);
       if constexpr (sizeof...(Count) == 1) load_some(source<K, View>(), buffers_[K], count...);
     }
@@ -93,13 +95,13 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
 
   template <size_t K, class View, class... Count>
   APEX_HD void drain(Count... count) {
-    if constexpr (View::kWritten && kBuffered<typename View::storage, T>) {
+    if constexpr (View::kWritten && kBuffered<View, T>) {
       if constexpr (sizeof...(Count) == 0) store_pack(source<K, View>(), buffers_[K]);
       if constexpr (sizeof...(Count) == 1) store_some(source<K, View>(), buffers_[K], count...);
     }
   }
 
-  static constexpr bool kAnyBuffered = (kBuffered<typename Views::storage, T> || ...);
+  static constexpr bool kAnyBuffered = (kBuffered<Views, T> || ...);
 
   void* data_[sizeof...(Views) + 1];
   int64_t column_ = 0;

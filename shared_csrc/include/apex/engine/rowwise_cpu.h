@@ -55,6 +55,12 @@ class Row {
     return {vector};
   }
 
+  // A view of 16-bit elements that a long functor reads or writes.
+  template <class View>
+  AheadView<View> ahead(const View& view) const {
+    return {view};
+  }
+
   // This row of a matrix, converted once for several passes. Slots count from 0 up to kStages.
   template <class S>
   auto stage(int slot, const S* matrix) const {
@@ -163,8 +169,8 @@ class Row {
     }
   }
 
-  // A reduction of one's own: functor(Array<T, N>& state, values...) adds a column to a state, which
-  // began as `empty`; merge(a, b) returns the state of both a's columns and b's.
+  // A reduction of one's own: functor(Array<T, N>& state, values...) adds a column to a state,
+  // which began as `empty`; merge(a, b) returns the state of both a's columns and b's.
   template <int N, class F, class Merge, class... Views>
   Array<T, N> fold(const Array<T, N>& empty, const F& functor, const Merge& merge,
                    const Views&... views) const {

@@ -114,6 +114,11 @@ class Row {
     return {vector};
   }
 
+  template <class View>
+  APEX_DEVICE View ahead(const View& view) const {
+    return view;
+  }
+
   template <class S>
   APEX_DEVICE StagedView<S, T> stage(int slot, const S* matrix) const {
     ReadView<S> source = in(matrix);
@@ -150,11 +155,9 @@ class Row {
   template <class F, class... Views>
   APEX_DEVICE T max(const F& functor, const Views&... views) const {
     T largest = -std::numeric_limits<T>::infinity();
-    pass(
-        [&](auto& pack, int lane) {
-          largest = max_propagating_nan(pack.call(functor, lane), largest);
-        },
-        views...);
+    pass([&](auto& pack,
+             int lane) { largest = max_propagating_nan(pack.call(functor, lane), largest); },
+         views...);
     return reduce_row(largest, Max{});
   }
 
@@ -243,8 +246,8 @@ __global__ void __launch_bounds__(kRowwiseThreads)
   extern __shared__ __align__(16) char dynamic_shared[];
   T* scratch = nullptr;
   if (scratch_stride > 0) {
-    scratch = reinterpret_cast<T*>(dynamic_shared) +
-              threadIdx.y * stages_of<Program>() * scratch_stride;
+    scratch =
+        reinterpret_cast<T*>(dynamic_shared) + threadIdx.y * stages_of<Program>() * scratch_stride;
   }
   Row<T> row(columns, scratch, scratch_stride);
   int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;

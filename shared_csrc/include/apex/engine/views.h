@@ -20,5 +20,16 @@ struct WriteView {
   S* data;  // [columns]
 };
 
+// A view whose packs the CPU converts ahead of the loop over lanes instead of within it. That pays
+// where the functor is long, as with an exp: loops that touch 16-bit elements are vectorized at
+// twice the width, and run out of registers.
+template <class View>
+struct AheadView : View {};
+
+template <class View>
+inline constexpr bool is_ahead_v = false;
+template <class View>
+inline constexpr bool is_ahead_v<AheadView<View>> = true;
+
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

@@ -1,7 +1,8 @@
 // exp() that compilers vectorize inside the engines' loops on the CPU.
 //
 // x = n ln 2 + r with |r| <= ln(2) / 2 (Cody & Waite 1980, chapter 6), e^r by a polynomial that
-// Remez' algorithm fitted to a relative error of 3.1e-9, and 2^n by adding n to the exponent's bits.
+// Remez' algorithm fitted to a relative error of 3.1e-9, and 2^n by adding n to the exponent's
+// bits.
 #pragma once
 
 #include <cmath>
@@ -40,7 +41,7 @@ APEX_HD ExpParts split_exponential(float x) {
   return {q * r + 1.0f, bit_cast<uint32_t>(shifted)};
 }
 
-// Within 1.2 ulp of the true value (0.9 with FMA). inf gives inf, -inf 0, NaN NaN; above
+// Within 1.2 ulp of the true value (0.91 with FMA). inf gives inf, -inf 0, NaN NaN; above
 // kLargestExponent the result is inf, and below kSmallestExponent, where it would be subnormal, 0.
 // Neither a branch nor a call: libm's expf() is a call for every element.
 APEX_HD float exponential(float x) {

@@ -26,7 +26,7 @@ struct L2Norm {
 
   // Whether rounding is all that a partial sum can suffer from. Below the bound squares may have
   // been rounded to subnormal numbers or to zero.
-  APEX_HD static bool is_reliable(T sum) { return sum > T(1e-30) && is_finite(sum); }
+  APEX_HD static bool is_reliable(double sum) { return sum > 1e-30 && is_finite(sum); }
   APEX_HD L2Norm<double> wide() const { return {flag}; }
 };
 

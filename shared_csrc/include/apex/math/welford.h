@@ -2,7 +2,7 @@
 //
 // Welford 1962 (https://doi.org/10.1080/00401706.1962.10490022) for single numbers; Chan, Golub &
 // LeVeque 1983 (https://doi.org/10.1080/00031305.1983.10483115), equation 2.1, for parts. Neither
-// subtracts large numbers of similar size, as E[x^2] - E[x]^2 and sums relative to a first value do.
+// subtracts large numbers of similar size, as E[x^2] - E[x]^2 does.
 #pragma once
 
 #include "apex/core/types.h"

@@ -11,10 +11,14 @@ inline namespace APEX_BACKEND_NS {
 template <class Body>
 void dispatch_floating(const char* op, ScalarType dtype, Body&& body) {
   switch (dtype) {
-    case ScalarType::Double: return body.template operator()<double>();
-    case ScalarType::Float: return body.template operator()<float>();
-    case ScalarType::Half: return body.template operator()<Half>();
-    case ScalarType::BFloat16: return body.template operator()<BFloat16>();
+    case ScalarType::Double:
+      return body.template operator()<double>();
+    case ScalarType::Float:
+      return body.template operator()<float>();
+    case ScalarType::Half:
+      return body.template operator()<Half>();
+    case ScalarType::BFloat16:
+      return body.template operator()<BFloat16>();
     default:
       fail(op, ": expected float64, float32, float16 or bfloat16, got ", dtype_name(dtype), ".");
   }
@@ -48,7 +52,8 @@ S* data(const Tensor& tensor, const char* name) {
   return static_cast<S*>(tensor.data_ptr());
 }
 
-// Memory of a tensor that holds one number of type S on the device of `like`: a flag, a learning rate.
+// Memory of a tensor that holds one number of type S on the device of `like`: a flag, a learning
+// rate.
 template <class S>
 S* number_near(const char* op, const char* name, const Tensor& number, const Tensor& like) {
   bool is_near =

@@ -91,12 +91,17 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
   for (size_t i = 0; i < first.tensors.size(); ++i) {
     size_t column = 0;
     int64_t numel = 0;
+    bool first_contiguous = true;
     for (const NamedList& list : lists) {
       TensorFacts facts = list.tensors.facts(i);
-      if (column == 0) numel = facts.numel;
+      if (column == 0) {
+        numel = facts.numel;
+        first_contiguous = facts.contiguous;
+      }
       bool plain = facts.dtype == references[column].dtype && facts.numel == numel &&
                    facts.device_type == references[0].device_type &&
-                   facts.device_index == references[0].device_index && facts.contiguous;
+                   facts.device_index == references[0].device_index && facts.contiguous &&
+                   first_contiguous;
       if (!plain) {
         check_pair(op, first, list, i, references[column].dtype, references[0].device_index);
       }
