@@ -109,6 +109,8 @@ def multi_tensor_sgd(
     names = ("grads", "params", "momentum_buffers", "copies")
     names = names if len(tensor_lists) == 4 else names[:3]
     grads, params, buffers, *copies = _checked("multi_tensor_sgd", tensor_lists, names)
+    if not params:
+        return
     _sgd_step(
         params,
         grads,
@@ -148,6 +150,8 @@ def multi_tensor_adam(
     """
     names = ("grads", "params", "exp_avgs", "exp_avg_sqs")
     grads, params, exp_avgs, exp_avg_sqs = _checked("multi_tensor_adam", tensor_lists, names)
+    if not params:
+        return
     _adam_step(
         params,
         grads,

@@ -52,9 +52,7 @@ void multi_tensor_axpby(const TensorList& xs, const TensorList& ys, const Tensor
 
 }  // namespace
 
-APEX_KERNELS(apex_optimizers, m) {
-  m.impl("multi_tensor_axpby", TORCH_BOX(&multi_tensor_axpby));
-}
+APEX_KERNELS(apex_optimizers, m) { m.impl("multi_tensor_axpby", TORCH_BOX(&multi_tensor_axpby)); }
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::multi_tensor_apply

@@ -11,8 +11,7 @@ inline namespace APEX_BACKEND_NS {
 namespace {
 
 std::tuple<Tensor, Tensor> multi_tensor_l2norm(const TensorList& inputs,
-                                               const std::optional<Tensor>& flag,
-                                               bool per_tensor) {
+                                               const std::optional<Tensor>& flag, bool per_tensor) {
   const char* op = "multi_tensor_l2norm";
   check(!inputs.empty(), op, ": inputs must hold at least one tensor, got none.");
   const Tensor& like = inputs[0];
@@ -34,9 +33,7 @@ std::tuple<Tensor, Tensor> multi_tensor_l2norm(const TensorList& inputs,
 
 }  // namespace
 
-APEX_KERNELS(apex_optimizers, m) {
-  m.impl("multi_tensor_l2norm", TORCH_BOX(&multi_tensor_l2norm));
-}
+APEX_KERNELS(apex_optimizers, m) { m.impl("multi_tensor_l2norm", TORCH_BOX(&multi_tensor_l2norm)); }
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::multi_tensor_apply

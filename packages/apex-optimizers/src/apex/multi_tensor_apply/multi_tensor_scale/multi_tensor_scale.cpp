@@ -27,9 +27,7 @@ void multi_tensor_scale(const TensorList& inputs, const TensorList& outputs, con
 
 }  // namespace
 
-APEX_KERNELS(apex_optimizers, m) {
-  m.impl("multi_tensor_scale", TORCH_BOX(&multi_tensor_scale));
-}
+APEX_KERNELS(apex_optimizers, m) { m.impl("multi_tensor_scale", TORCH_BOX(&multi_tensor_scale)); }
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::multi_tensor_apply

@@ -19,7 +19,7 @@ struct AdamStep {
 
   T lr, beta1, beta2, eps, weight_decay;
   // Computed in double by the caller: 1 - 0.9f is wrong in the seventh digit.
-  T alpha1, alpha2;                          // 1 - beta
+  T alpha1, alpha2;                            // 1 - beta
   T inverse_correction1, inverse_correction2;  // 1 / (1 - beta^t), or 1 without bias correction
 
   APEX_HD void operator()(T& p, T& g, T& m, T& v) const {
@@ -97,9 +97,8 @@ struct CapturableAdam {
   APEX_HD bool skip() const { return found_inf != nullptr && *found_inf != 0; }
 
   APEX_HD auto prepare() const {
-    Unscaled<AdamStep<T, kDecay>> unscaled{
-        make_adam_step<T, kDecay>(hyper, lr.value(), *step),
-        static_cast<T>(inverse_scale ? *inverse_scale : 1.0f)};
+    Unscaled<AdamStep<T, kDecay>> unscaled{make_adam_step<T, kDecay>(hyper, lr.value(), *step),
+                                           static_cast<T>(inverse_scale ? *inverse_scale : 1.0f)};
     if constexpr (kMaster) {
       return WithMaster<decltype(unscaled)>{unscaled};
     } else {

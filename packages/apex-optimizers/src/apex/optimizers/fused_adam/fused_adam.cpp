@@ -29,8 +29,8 @@ void dispatch_adam(const char* op, const TensorList& params, const TensorList& g
   check(exp_avg_sqs[0].scalar_type() == moment, op, ": exp_avgs are ", dtype_name(moment),
         ", but exp_avg_sqs are ", dtype_name(exp_avg_sqs[0].scalar_type()), ".");
   check(grads[0].scalar_type() == params[0].scalar_type(), op, ": params are ",
-        dtype_name(params[0].scalar_type()), ", but grads are ",
-        dtype_name(grads[0].scalar_type()), ". Gradients must have their parameter's dtype.");
+        dtype_name(params[0].scalar_type()), ", but grads are ", dtype_name(grads[0].scalar_type()),
+        ". Gradients must have their parameter's dtype.");
   dispatch_floating(op, params[0].scalar_type(), [&]<class P>() {
     dispatch_bool(decoupled, [&]<bool kDecoupled>() {
       constexpr Decay kDecay = kDecoupled ? Decay::kDecoupled : Decay::kL2;
@@ -82,25 +82,24 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
           op, ": lr, step, inv_scale and found_inf must be on the device of params.");
   }
   Context context(params[0]);
-  dispatch_adam(op, params, grads, exp_avgs, exp_avg_sqs, decoupled,
-                [&]<class P, class M, Decay kDecay>() {
-                  auto make = [&]<bool kMaster>() {
-                    return CapturableAdam<compute_t<P>, kDecay, kMaster>{
-                        hyper, scalar<float>(data<float>(lr, "lr")), data<int>(step, "step"),
-                        inv_scale ? data<float>(*inv_scale, "inv_scale") : nullptr,
-                        found_inf ? data<float>(*found_inf, "found_inf") : nullptr};
-                  };
-                  if (masters.empty()) {
-                    foreach<InOut<P>, InOut<P>, InOut<M>, InOut<M>>(
-                        context, table, make.template operator()<false>());
-                    return;
-                  }
-                  check(masters[0].scalar_type() == ScalarType::Float, op,
-                        ": masters must be float32, got ", dtype_name(masters[0].scalar_type()),
-                        ".");
-                  foreach<Out<P>, InOut<P>, InOut<M>, InOut<M>, InOut<float>>(
-                      context, table, make.template operator()<true>());
-                });
+  dispatch_adam(
+      op, params, grads, exp_avgs, exp_avg_sqs, decoupled, [&]<class P, class M, Decay kDecay>() {
+        auto make = [&]<bool kMaster>() {
+          return CapturableAdam<compute_t<P>, kDecay, kMaster>{
+              hyper, scalar<float>(data<float>(lr, "lr")), data<int>(step, "step"),
+              inv_scale ? data<float>(*inv_scale, "inv_scale") : nullptr,
+              found_inf ? data<float>(*found_inf, "found_inf") : nullptr};
+        };
+        if (masters.empty()) {
+          foreach<InOut<P>, InOut<P>, InOut<M>, InOut<M>>(context, table,
+                                                          make.template operator()<false>());
+          return;
+        }
+        check(masters[0].scalar_type() == ScalarType::Float, op, ": masters must be float32, got ",
+              dtype_name(masters[0].scalar_type()), ".");
+        foreach<Out<P>, InOut<P>, InOut<M>, InOut<M>, InOut<float>>(
+            context, table, make.template operator()<true>());
+      });
 }
 
 }  // namespace

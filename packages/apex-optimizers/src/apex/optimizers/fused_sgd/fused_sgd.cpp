@@ -37,8 +37,8 @@ template <class Body>
 void dispatch_copies(ScalarType param, ScalarType grad, ScalarType copy, Body&& body) {
   check(param == ScalarType::Float && (grad == param || grad == copy), kOp,
         ": with copies params must be float32, and grads float32 or of the copies' dtype, got "
-        "params ", dtype_name(param), ", grads ", dtype_name(grad), ", copies ", dtype_name(copy),
-        ".");
+        "params ",
+        dtype_name(param), ", grads ", dtype_name(grad), ", copies ", dtype_name(copy), ".");
   auto with_copy = [&]<class C>() {
     grad == param ? body.template operator()<float, C>() : body.template operator()<C, C>();
   };
@@ -60,10 +60,10 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
   ScalarType dtype = params[0].scalar_type(), grad_dtype = grads[0].scalar_type();
   check(buffers.empty() || buffers[0].scalar_type() == dtype, kOp,
         ": momentum_buffers must have the dtype of params, ", dtype_name(dtype), ".");
-  SgdHyper hyper{momentum, dampening, weight_decay, gradient_scale,
+  SgdHyper hyper{momentum, dampening,         weight_decay, gradient_scale,
                  nesterov, wd_after_momentum, first_run};
-  const float* lr_data = device_lr ? number_near<float>(kOp, "device_lr", *device_lr, params[0])
-                                   : nullptr;
+  const float* lr_data =
+      device_lr ? number_near<float>(kOp, "device_lr", *device_lr, params[0]) : nullptr;
   const int* flag = noop_flag ? number_near<int>(kOp, "noop_flag", *noop_flag, params[0]) : nullptr;
   Context context(params[0]);
   if (copies.empty()) {

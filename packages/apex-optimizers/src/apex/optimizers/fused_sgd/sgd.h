@@ -1,7 +1,7 @@
 // Stochastic gradient descent with momentum, one element at a time.
 //
-// Sutskever et al. 2013, section 2 (https://proceedings.mlr.press/v28/sutskever13.html), in the form
-// of torch.optim.SGD: velocity in gradient units, multiplied by the learning rate of the step.
+// Sutskever et al. 2013, section 2 (https://proceedings.mlr.press/v28/sutskever13.html), in the
+// form of torch.optim.SGD: velocity in gradient units, multiplied by the learning rate of the step.
 #pragma once
 
 #include "apex/core/types.h"
