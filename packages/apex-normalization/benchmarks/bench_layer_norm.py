@@ -22,38 +22,32 @@ def apex_layer_norm(x, weight, bias):
     return fused_layer_norm_affine(x, weight, bias, x.shape[-1:], EPS)
 
 
-def training_step(norm, x, weight, bias, dy):
-    """Forward and backward; gradients are dropped, so that nothing accumulates."""
-    torch.autograd.grad(norm(x, weight, bias), (x, weight, bias), dy)
-
-
 def run(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
     """Measure one shape and dtype."""
     x = torch.randn(rows, columns, device=device, dtype=dtype, requires_grad=True)
     weight, bias = (
         torch.randn(columns, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
     )
-    dy = torch.randn_like(x)
+    dy, frozen = torch.randn_like(x), [t.detach() for t in (x, weight, bias)]
+    torch.compiler.reset()
     compiled = torch.compile(torch_layer_norm, dynamic=False)
     norms = {"apex": apex_layer_norm, "torch": torch_layer_norm, "torch_compiled": compiled}
+
+    def forward(norm):
+        return lambda: norm(*frozen)
+
+    def training(norm):
+        return lambda: torch.autograd.grad(norm(x, weight, bias), (x, weight, bias), dy)
+
     case = f"{str(dtype).removeprefix('torch.')} {rows}x{columns}"
     size = x.numel() * x.element_size()
-
-    def no_grad(norm):
-        detached = [t.detach() for t in (x, weight, bias)]
-        return lambda: norm(*detached)
-
-    def both(norm):
-        return lambda: training_step(norm, x, weight, bias, dy)
-
-    forward = {name: no_grad(norm) for name, norm in norms.items()}
-    training = {name: both(norm) for name, norm in norms.items()}
-    compare("layer_norm fwd", case, bytes_moved=2 * size, device=device, **forward)
-    compare("layer_norm fwd+bwd", case, bytes_moved=5 * size, device=device, **training)
+    for op, step, passes in (("layer_norm fwd", forward, 2), ("layer_norm fwd+bwd", training, 5)):
+        contestants = {name: step(norm) for name, norm in norms.items()}
+        compare(op, case, bytes_moved=passes * size, device=device, **contestants)
 
 
 if __name__ == "__main__":
-    for device in ["cuda"] if torch.cuda.is_available() else ["cpu"]:
-        for dtype in (torch.bfloat16, torch.float32):
-            for rows, columns in SHAPES:
-                run(rows, columns, dtype, device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, columns in SHAPES:
+            run(rows, columns, dtype, device)

@@ -1,4 +1,5 @@
-// Weight and bias of a normalization, either of which may be absent, and how their effect is undone.
+// Weight and bias of a normalization, either of which may be absent, and how their effect is
+// undone.
 #pragma once
 
 #include <cmath>
@@ -38,8 +39,8 @@ struct Affine {
   const W* bias;    // [columns]
   ValueOr<T> weight_or_one, bias_or_zero;
 
-  // y = xhat * w + b solved for xhat. Weights below `smallest` are enlarged to it: what a zero weight
-  // has erased is gone, but nothing becomes infinite.
+  // y = xhat * w + b solved for xhat. Weights below `smallest` are enlarged to it: what a zero
+  // weight has erased is gone, but nothing becomes infinite.
   APEX_HD T undo(T y, T w, T b, T smallest) const {
     T magnitude = std::fabs(weight_or_one(w));
     T divisor = std::copysign(magnitude < smallest ? smallest : magnitude, weight_or_one(w));
@@ -50,7 +51,7 @@ struct Affine {
 template <class T>
 T smallest_divisor(double eps) {
   return static_cast<T>(eps) > std::numeric_limits<T>::min() ? static_cast<T>(eps)
-                                                            : std::numeric_limits<T>::min();
+                                                             : std::numeric_limits<T>::min();
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -93,8 +93,3 @@ def _check_parameter(name: str, argument: str, tensor: Tensor, x: Tensor, shape)
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def columns_of(shape: tuple[int, ...]) -> int:
-    """Return how many elements are normalized together."""
-    return math.prod(shape)

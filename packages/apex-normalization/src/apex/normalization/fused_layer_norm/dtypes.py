@@ -38,3 +38,8 @@ def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if tensor is None or tensor.dtype == dtype:
         return tensor
     return tensor.to(dtype)
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Return ``tensor`` contiguous, copied if it is not."""
+    return None if tensor is None else tensor.contiguous()

@@ -16,6 +16,7 @@ from .functions import (
     FusedRMSNormAffineFunction,
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
+    run,
 )
 
 Shape = int | Sequence[int]
@@ -27,11 +28,14 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     float64 input keeps its dtype, as everywhere in torch's autocast, and its parameters with it.
     """
     x = tensors[0]
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor):
+        return tensors  # the check that follows says what is wrong
+    device_type = x.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     if x.dtype == torch.float64 or not x.is_floating_point():
         return tensors
-    dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = torch.get_autocast_dtype(device_type)
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
@@ -77,8 +81,8 @@ def fused_layer_norm_affine(
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
     input, weight, bias = _autocast(input, weight, bias)
-    return FusedLayerNormAffineFunction.apply(
-        input, weight, bias, normalized_shape, eps, memory_efficient
+    return run(
+        FusedLayerNormAffineFunction, input, weight, bias, normalized_shape, eps, memory_efficient
     )
 
 
@@ -90,7 +94,7 @@ def fused_layer_norm(
     ``memory_efficient`` loses nothing here but the output's rounding.
     """
     (input,) = _autocast(input)
-    return FusedLayerNormFunction.apply(input, normalized_shape, eps, memory_efficient)
+    return run(FusedLayerNormFunction, input, normalized_shape, eps, memory_efficient)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -107,8 +111,14 @@ def mixed_dtype_fused_layer_norm_affine(
     input with float32 weights is read and written directly; other pairs cost a cast.
     """
     input, weight, bias = _autocast(input, weight, bias)
-    return FusedLayerNormAffineMixedDtypesFunction.apply(
-        input, weight, bias, normalized_shape, eps, memory_efficient
+    return run(
+        FusedLayerNormAffineMixedDtypesFunction,
+        input,
+        weight,
+        bias,
+        normalized_shape,
+        eps,
+        memory_efficient,
     )
 
 
@@ -129,7 +139,7 @@ def fused_rms_norm_affine(
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
     input, weight = _autocast(input, weight)
-    return FusedRMSNormAffineFunction.apply(input, weight, normalized_shape, eps, memory_efficient)
+    return run(FusedRMSNormAffineFunction, input, weight, normalized_shape, eps, memory_efficient)
 
 
 def fused_rms_norm(
@@ -137,7 +147,7 @@ def fused_rms_norm(
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` without a weight."""
     (input,) = _autocast(input)
-    return FusedRMSNormFunction.apply(input, normalized_shape, eps, memory_efficient)
+    return run(FusedRMSNormFunction, input, normalized_shape, eps, memory_efficient)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -149,8 +159,13 @@ def mixed_dtype_fused_rms_norm_affine(
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` for a weight of another dtype, which becomes the result's."""
     input, weight = _autocast(input, weight)
-    return FusedRMSNormAffineMixedDtypesFunction.apply(
-        input, weight, normalized_shape, eps, memory_efficient
+    return run(
+        FusedRMSNormAffineMixedDtypesFunction,
+        input,
+        weight,
+        normalized_shape,
+        eps,
+        memory_efficient,
     )
 
 

@@ -6,18 +6,14 @@ its signature. Each validates its arguments, so ``apply`` is as safe as the func
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .checks import as_shape, check_operands, columns_of
-from .dtypes import cast, kernel_dtypes
-from .ops import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
-
-Shape = int | Sequence[int]
+from .compute import Shape, layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
+from .dtypes import contiguous
 
 
 class _NoSecondDerivative(Function):
@@ -40,6 +36,13 @@ class _NoSecondDerivative(Function):
         )
 
 
+def run(function: type[Function], *arguments: Any) -> Tensor:
+    """Apply ``function``; without gradients call its forward, which takes half as long."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(None, *arguments)
+
+
 def _differentiate(ctx: Any, compute: Any, dy: Tensor, *options: bool):
     """Return compute's gradients; with create_graph, ones that refuse a second derivative."""
     if not torch.is_grad_enabled():
@@ -52,85 +55,45 @@ def _differentiate(ctx: Any, compute: Any, dy: Tensor, *options: bool):
 def _layer_norm(
     ctx: Any, name: str, x: Tensor, weight, bias, shape: Shape, eps, memory_efficient, mixed
 ) -> Tensor:
-    """Run the forward and save what the backward reads."""
-    shape = as_shape(shape)
-    check_operands(name, x, weight, bias, shape, eps, mixed)
-    ctx.name, ctx.columns, ctx.eps, ctx.x_dtype = name, columns_of(shape), eps, x.dtype
+    """Run the forward; save what the backward reads, unless ``ctx`` is None: then there is none."""
+    y, mean, rstd = layer_norm(name, x, weight, bias, shape, eps, mixed)
+    if ctx is None:
+        return y
+    ctx.name, ctx.shape, ctx.eps, ctx.x_dtype = name, shape, eps, x.dtype
     ctx.memory_efficient, ctx.has_bias = memory_efficient, bias is not None
-    out_dtype = x.dtype if weight is None else weight.dtype
-    x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
-    x, weight, bias = (t if t is None else t.contiguous() for t in (x, weight, bias))
-    y, mean, rstd = layer_norm_forward(
-        cast(x, x_dtype), cast(weight, weight_dtype), cast(bias, weight_dtype), ctx.columns, eps
-    )
-    y = cast(y, out_dtype)
     if memory_efficient:
         ctx.save_for_backward(y, weight, bias, None, rstd)
     else:
-        ctx.save_for_backward(x, weight, None, mean, rstd)
+        ctx.save_for_backward(contiguous(x), weight, None, mean, rstd)
     return y
 
 
 def _layer_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
     """Return dx, dweight and dbias; the latter None where not wanted."""
-    saved, weight, bias, mean, rstd = ctx.saved_tensors
-    out_dtype = dy.dtype
-    x_dtype, weight_dtype = kernel_dtypes(ctx.x_dtype, out_dtype, ctx.memory_efficient)
-    dx, dweight, dbias = layer_norm_backward(
-        cast(dy.contiguous(), weight_dtype),
-        cast(saved, weight_dtype if ctx.memory_efficient else x_dtype),
-        cast(weight, weight_dtype),
-        cast(bias, weight_dtype),
-        mean,
-        rstd,
-        ctx.columns,
-        ctx.eps,
-        x_dtype,
-        ctx.memory_efficient,
-        weight_grads,
+    dx, dweight, dbias = layer_norm_gradients(
+        dy, *ctx.saved_tensors, ctx.shape, ctx.eps, ctx.x_dtype, ctx.memory_efficient, weight_grads
     )
-    dx = cast(dx, ctx.x_dtype)
-    if not weight_grads:
-        return dx, None, None
-    dweight, dbias = (cast(t, out_dtype).view_as(weight) for t in (dweight, dbias))
     return dx, dweight, dbias if ctx.has_bias else None
 
 
 def _rms_norm(
     ctx: Any, name: str, x: Tensor, weight, shape: Shape, eps, memory_efficient, mixed
 ) -> Tensor:
-    """Run the forward and save what the backward reads."""
-    shape = as_shape(shape)
-    check_operands(name, x, weight, None, shape, eps, mixed)
-    ctx.name, ctx.columns, ctx.eps, ctx.x_dtype = name, columns_of(shape), eps, x.dtype
+    """Run the forward; save what the backward reads, unless ``ctx`` is None: then there is none."""
+    y, rstd = rms_norm(name, x, weight, shape, eps, mixed)
+    if ctx is None:
+        return y
+    ctx.name, ctx.shape, ctx.eps, ctx.x_dtype = name, shape, eps, x.dtype
     ctx.memory_efficient = memory_efficient
-    out_dtype = x.dtype if weight is None else weight.dtype
-    x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
-    x, weight = (t if t is None else t.contiguous() for t in (x, weight))
-    y, rstd = rms_norm_forward(cast(x, x_dtype), cast(weight, weight_dtype), ctx.columns, eps)
-    y = cast(y, out_dtype)
-    ctx.save_for_backward(y if memory_efficient else x, weight, rstd)
+    ctx.save_for_backward(y if memory_efficient else contiguous(x), weight, rstd)
     return y
 
 
 def _rms_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
     """Return dx and dweight; the latter None where not wanted."""
-    saved, weight, rstd = ctx.saved_tensors
-    out_dtype = dy.dtype
-    x_dtype, weight_dtype = kernel_dtypes(ctx.x_dtype, out_dtype, ctx.memory_efficient)
-    dx, dweight = rms_norm_backward(
-        cast(dy.contiguous(), weight_dtype),
-        cast(saved, weight_dtype if ctx.memory_efficient else x_dtype),
-        cast(weight, weight_dtype),
-        rstd,
-        ctx.columns,
-        ctx.eps,
-        x_dtype,
-        ctx.memory_efficient,
-        weight_grads,
+    return rms_norm_gradients(
+        dy, *ctx.saved_tensors, ctx.shape, ctx.eps, ctx.x_dtype, ctx.memory_efficient, weight_grads
     )
-    dx = cast(dx, ctx.x_dtype)
-    return dx, cast(dweight, out_dtype).view_as(weight) if weight_grads else None
 
 
 class FusedLayerNormAffineFunction(Function):

@@ -1,6 +1,8 @@
 // Registers the layer and RMS normalization ops: checks, types and launch; the mathematics is in
 // layer_norm.h and rms_norm.h.
+#include <algorithm>
 #include <tuple>
+#include <vector>
 
 #include "apex/engine/colwise.h"
 #include "apex/engine/rowwise.h"
@@ -15,6 +17,29 @@ inline namespace APEX_BACKEND_NS {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
+
+// A fresh contiguous tensor on the device of `like`. torch::stable::new_empty() finds its operator
+// by name at every call, which takes longer than normalizing a few rows.
+Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), static_cast<int32_t>(dtype),
+                                                  device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+Tensor empty_like(const Tensor& like, ScalarType dtype) {
+  auto sizes = like.sizes();
+  return empty(like, {sizes.begin(), sizes.end()}, dtype);
+}
 
 // Number of rows of `x` seen as [rows, columns], after the checks that make walking it safe.
 int64_t rows_of(const char* op, const char* name, const Tensor& x, int64_t columns) {
@@ -36,7 +61,7 @@ void check_like(const char* op, const char* name, const Tensor& tensor, int64_t 
 // `readable` has at least `columns` elements of W, or there are no rows.
 template <class W, class T>
 Affine<W, T> affine_of(const OptionalTensor& weight, const OptionalTensor& bias,
-                    const Tensor& readable) {
+                       const Tensor& readable) {
   auto pointer = [](const Tensor& tensor) { return static_cast<const W*>(tensor.data_ptr()); };
   return {pointer(weight.value_or(readable)), pointer(bias.value_or(readable)),
           ValueOr<T>(weight.has_value(), T(1)), ValueOr<T>(bias.has_value(), T(0))};
@@ -88,18 +113,14 @@ struct Operands {
   void check_statistics(const char* name, const Tensor& tensor) const {
     check_like(op, name, tensor, rows, statistics_dtype(x_dtype), x);
   }
-  Tensor statistics() const {
-    return torch::stable::new_empty(x, {rows}, statistics_dtype(x_dtype));
-  }
+  Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x_dtype)); }
 };
 
 Operands forward_operands(const char* op, const Tensor& x, const OptionalTensor& weight,
                           const OptionalTensor& bias, int64_t columns) {
   ScalarType dtype = x.scalar_type();
-  Operands operands{op,    x,
-                    rows_of(op, "x", x, columns),
-                    columns, dtype,
-                    weight ? weight->scalar_type() : dtype};
+  Operands operands{op,      x,     rows_of(op, "x", x, columns),
+                    columns, dtype, weight ? weight->scalar_type() : dtype};
   operands.check_affine(weight, bias);
   return operands;
 }
@@ -119,21 +140,20 @@ Operands backward_operands(const char* op, const Tensor& dy, const Tensor& saved
   return operands;
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x,
-                                                      const OptionalTensor& weight,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight,
                                                       const OptionalTensor& bias, int64_t columns,
                                                       double eps) {
   const char* op = "layer_norm_forward";
   Operands o = forward_operands(op, x, weight, bias, columns);
-  Tensor y = torch::stable::new_empty(x, x.sizes(), o.weight_dtype);
+  Tensor y = empty_like(x, o.weight_dtype);
   Tensor mean = o.statistics(), rstd = o.statistics();
   Context context(x);
   dispatch_pair(op, o.x_dtype, o.weight_dtype, [&]<class X, class W>() {
     using T = compute_t<X>;
     rowwise(context, o.rows, columns,
-            LayerNormForward<X, W>{data<X>(x, "x"), affine_of<W, T>(weight, bias, weight.value_or(x)),
-                                   data<W>(y, "y"), data<T>(mean, "mean"), data<T>(rstd, "rstd"),
-                                   static_cast<T>(eps)});
+            LayerNormForward<X, W>{
+                data<X>(x, "x"), affine_of<W, T>(weight, bias, weight.value_or(x)), data<W>(y, "y"),
+                data<T>(mean, "mean"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
   });
   return {y, mean, rstd};
 }
@@ -142,7 +162,7 @@ std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTenso
                                             int64_t columns, double eps) {
   const char* op = "rms_norm_forward";
   Operands o = forward_operands(op, x, weight, std::nullopt, columns);
-  Tensor y = torch::stable::new_empty(x, x.sizes(), o.weight_dtype);
+  Tensor y = empty_like(x, o.weight_dtype);
   Tensor rstd = o.statistics();
   Context context(x);
   dispatch_pair(op, o.x_dtype, o.weight_dtype, [&]<class X, class W>() {
@@ -166,26 +186,26 @@ void run_backward(const Context& context, const Operands& o, bool weight_grads,
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
-    const Tensor& dy, const Tensor& saved, const OptionalTensor& weight,
-    const OptionalTensor& bias, const OptionalTensor& mean, const Tensor& rstd, int64_t columns,
-    double eps, ScalarType dx_dtype, bool from_output, bool weight_grads) {
+    const Tensor& dy, const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& mean, const Tensor& rstd, int64_t columns, double eps,
+    ScalarType dx_dtype, bool from_output, bool weight_grads) {
   const char* op = "layer_norm_backward";
   Operands o = backward_operands(op, dy, saved, weight, bias, rstd, columns, dx_dtype, from_output,
                                  weight_grads);
   check(mean || from_output, op, ": mean is needed unless from_output.");
   if (mean) o.check_statistics("mean", *mean);
-  Tensor dx = torch::stable::new_empty(saved, saved.sizes(), dx_dtype);
+  Tensor dx = empty_like(saved, dx_dtype);
   int64_t summed = weight_grads ? columns : 0;
-  Tensor dweight = torch::stable::new_empty(saved, {summed}, o.weight_dtype);
-  Tensor dbias = torch::stable::new_empty(saved, {summed}, o.weight_dtype);
+  Tensor dweight = empty(saved, {summed}, o.weight_dtype);
+  Tensor dbias = empty(saved, {summed}, o.weight_dtype);
   Context context(saved);
   auto run = [&]<class X, class W, bool kFromOutput>() {
     using Program = LayerNormBackward<X, W, kFromOutput>;
     using T = compute_t<X>;
     run_backward(context, o, weight_grads,
                  Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
-                         affine_of<W, T>(weight, bias, dy),
-                         mean ? data<T>(*mean, "mean") : nullptr, data<T>(rstd, "rstd"), data<X>(dx, "dx"), data<W>(dweight, "dweight"),
+                         affine_of<W, T>(weight, bias, dy), mean ? data<T>(*mean, "mean") : nullptr,
+                         data<T>(rstd, "rstd"), data<X>(dx, "dx"), data<W>(dweight, "dweight"),
                          data<W>(dbias, "dbias"), smallest_divisor<T>(eps)});
   };
   dispatch_backward(op, dx_dtype, o.weight_dtype, from_output, run);
@@ -199,9 +219,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& sav
   const char* op = "rms_norm_backward";
   Operands o = backward_operands(op, dy, saved, weight, std::nullopt, rstd, columns, dx_dtype,
                                  from_output, weight_grads);
-  Tensor dx = torch::stable::new_empty(saved, saved.sizes(), dx_dtype);
-  Tensor dweight =
-      torch::stable::new_empty(saved, {weight_grads ? columns : 0}, o.weight_dtype);
+  Tensor dx = empty_like(saved, dx_dtype);
+  Tensor dweight = empty(saved, {weight_grads ? columns : 0}, o.weight_dtype);
   Context context(saved);
   auto run = [&]<class X, class W, bool kFromOutput>() {
     using Program = RmsNormBackward<X, W, kFromOutput>;

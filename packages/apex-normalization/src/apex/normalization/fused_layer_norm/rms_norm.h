@@ -1,4 +1,5 @@
-// Root-mean-square normalization over the last `columns` elements, and its gradient, a row at a time.
+// Root-mean-square normalization over the last `columns` elements, and its gradient, a row at a
+// time.
 //
 //   xhat = x * rstd,  rstd = 1 / sqrt(mean(x^2) + eps),  y = xhat * weight
 //   g = dy * weight,  dx = rstd * (g - xhat * mean(g * xhat))
@@ -75,12 +76,11 @@ struct RmsNormBackward {
     auto values = row.stage(1, saved);
     auto w = row.shared(affine.weight);
     auto xhat_at = xhat_of(row);
-    T mean_g_xhat = row.sum(
-                        [=](T dy, T saved, T w) {
-                          return dy * xhat_at.affine.weight_or_one(w) * xhat_at(saved, w);
-                        },
-                        grads, values, w) /
-                    row.columns();
+    T mean_g_xhat =
+        row.sum([=](T dy, T saved,
+                    T w) { return dy * xhat_at.affine.weight_or_one(w) * xhat_at(saved, w); },
+                grads, values, w) /
+        row.columns();
     row.each(
         [=](T& dx, T dy, T saved, T w) {
           T g = dy * xhat_at.affine.weight_or_one(w);

@@ -1,0 +1,109 @@
+"""Checks, casts and kernel calls of normalization and its gradient, without autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .checks import as_shape, check_operands
+from .dtypes import cast, contiguous, kernel_dtypes
+from .ops import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
+
+Shape = int | Sequence[int]
+
+
+def layer_norm(
+    name: str, x: Tensor, weight, bias, normalized_shape: Shape, eps: float, mixed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, mean and rstd; ``name`` is the caller's, for messages."""
+    shape = as_shape(normalized_shape)
+    check_operands(name, x, weight, bias, shape, eps, mixed)
+    out_dtype = x.dtype if weight is None else weight.dtype
+    x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
+    y, mean, rstd = layer_norm_forward(
+        cast(contiguous(x), x_dtype),
+        cast(contiguous(weight), weight_dtype),
+        cast(contiguous(bias), weight_dtype),
+        math.prod(shape),
+        eps,
+    )
+    return cast(y, out_dtype), mean, rstd
+
+
+def rms_norm(
+    name: str, x: Tensor, weight, normalized_shape: Shape, eps: float, mixed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return y and rstd; ``name`` is the caller's, for messages."""
+    shape = as_shape(normalized_shape)
+    check_operands(name, x, weight, None, shape, eps, mixed)
+    out_dtype = x.dtype if weight is None else weight.dtype
+    x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
+    y, rstd = rms_norm_forward(
+        cast(contiguous(x), x_dtype), cast(contiguous(weight), weight_dtype), math.prod(shape), eps
+    )
+    return cast(y, out_dtype), rstd
+
+
+def layer_norm_gradients(
+    dy: Tensor,
+    saved: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    normalized_shape: Shape,
+    eps: float,
+    dx_dtype: torch.dtype,
+    from_output: bool,
+    weight_grads: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return dx, dweight and dbias, the latter two in dy's dtype or None without weight_grads."""
+    x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
+    dx, dweight, dbias = layer_norm_backward(
+        cast(dy.contiguous(), weight_dtype),
+        cast(contiguous(saved), weight_dtype if from_output else x_dtype),
+        cast(contiguous(weight), weight_dtype),
+        cast(contiguous(bias), weight_dtype),
+        mean,
+        rstd,
+        math.prod(as_shape(normalized_shape)),
+        eps,
+        x_dtype,
+        from_output,
+        weight_grads,
+    )
+    dx = cast(dx, dx_dtype)
+    if not weight_grads:
+        return dx, None, None
+    return dx, cast(dweight, dy.dtype).view_as(weight), cast(dbias, dy.dtype).view_as(weight)
+
+
+def rms_norm_gradients(
+    dy: Tensor,
+    saved: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    normalized_shape: Shape,
+    eps: float,
+    dx_dtype: torch.dtype,
+    from_output: bool,
+    weight_grads: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return dx and dweight, the latter in dy's dtype or None without weight_grads."""
+    x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
+    dx, dweight = rms_norm_backward(
+        cast(dy.contiguous(), weight_dtype),
+        cast(contiguous(saved), weight_dtype if from_output else x_dtype),
+        cast(contiguous(weight), weight_dtype),
+        rstd,
+        math.prod(as_shape(normalized_shape)),
+        eps,
+        x_dtype,
+        from_output,
+        weight_grads,
+    )
+    dx = cast(dx, dx_dtype)
+    return dx, cast(dweight, dy.dtype).view_as(weight) if weight_grads else None

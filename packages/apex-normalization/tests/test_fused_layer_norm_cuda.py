@@ -1,0 +1,114 @@
+"""The legacy module: positional signatures, results, and ImportError where kernels cannot run."""
+
+import importlib
+import inspect
+import sys
+
+import fused_layer_norm_cuda as legacy
+import pytest
+import torch
+
+from apex.normalization._ops import library
+from apex.normalization.fused_layer_norm import (
+    mixed_dtype_fused_layer_norm_affine,
+    mixed_dtype_fused_rms_norm_affine,
+)
+
+EPS = 1e-5
+SIGNATURES = {
+    "forward": "input, normalized_shape, eps",
+    "forward_affine": "input, normalized_shape, gamma, beta, eps",
+    "forward_affine_mixed_dtypes": "input, normalized_shape, gamma, beta, eps",
+    "backward": "dout, mean, invvar, input_or_output, normalized_shape, eps, memory_efficient",
+    "backward_affine": "dout, mean, invvar, input_or_output, normalized_shape, gamma, beta, eps, "
+    "memory_efficient",
+    "rms_forward": "input, normalized_shape, eps",
+    "rms_forward_affine": "input, normalized_shape, gamma, eps",
+    "rms_forward_affine_mixed_dtypes": "input, normalized_shape, gamma, eps",
+    "rms_backward": "dout, invvar, input_or_output, normalized_shape, eps, memory_efficient",
+    "rms_backward_affine": "dout, invvar, input_or_output, normalized_shape, gamma, eps, "
+    "memory_efficient",
+}
+
+
+def test_signatures():
+    assert set(SIGNATURES) == set(legacy.__all__)
+    for name, arguments in SIGNATURES.items():
+        assert list(inspect.signature(getattr(legacy, name)).parameters) == arguments.split(", ")
+
+
+@pytest.mark.parametrize("efficient", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str)
+def test_layer_norm(dtypes, efficient, device):
+    x = torch.randn(5, 33, device=device, dtype=dtypes[0])
+    gamma, beta = torch.rand(2, 33, device=device, dtype=dtypes[1]) + 0.5
+    dout = torch.randn(5, 33, device=device, dtype=dtypes[1])
+    inputs = [t.clone().requires_grad_() for t in (x, gamma, beta)]
+    expected = mixed_dtype_fused_layer_norm_affine(*inputs, 33, EPS, efficient)
+    grads = torch.autograd.grad(expected, inputs, dout)
+
+    y, mean, invvar = legacy.forward_affine_mixed_dtypes(x, (33,), gamma, beta, EPS)
+    assert torch.equal(y, expected)
+    assert mean.shape == invvar.shape == (5,)
+    assert mean.dtype == torch.float32
+    saved, mean = (y, None) if efficient else (x, mean)
+    actual = legacy.backward_affine(dout, mean, invvar, saved, (33,), gamma, beta, EPS, efficient)
+    for a, e in zip(actual, grads, strict=True):
+        assert torch.equal(a.to(e.dtype), e)
+    if dtypes[0] == dtypes[1]:
+        assert torch.equal(legacy.forward_affine(x, (33,), gamma, beta, EPS)[0], expected)
+
+
+@pytest.mark.parametrize("efficient", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str)
+def test_rms_norm(dtypes, efficient, device):
+    x = torch.randn(5, 33, device=device, dtype=dtypes[0])
+    gamma = torch.rand(33, device=device, dtype=dtypes[1]) + 0.5
+    dout = torch.randn(5, 33, device=device, dtype=dtypes[1])
+    inputs = [t.clone().requires_grad_() for t in (x, gamma)]
+    expected = mixed_dtype_fused_rms_norm_affine(*inputs, 33, EPS, efficient)
+    grads = torch.autograd.grad(expected, inputs, dout)
+
+    y, invvar = legacy.rms_forward_affine_mixed_dtypes(x, (33,), gamma, EPS)
+    assert torch.equal(y, expected)
+    saved = y if efficient else x
+    actual = legacy.rms_backward_affine(dout, invvar, saved, (33,), gamma, EPS, efficient)
+    for a, e in zip(actual, grads, strict=True):
+        assert torch.equal(a.to(e.dtype), e)
+    if dtypes[0] == dtypes[1]:
+        assert torch.equal(legacy.rms_forward_affine(x, (33,), gamma, EPS)[0], expected)
+
+
+def test_not_affine_equals_weights_of_one(device):
+    x, dout = torch.randn(2, 5, 33, device=device)
+    one, zero = torch.ones(33, device=device), torch.zeros(33, device=device)
+    plain, affine = legacy.forward(x, (33,), EPS), legacy.forward_affine(x, (33,), one, zero, EPS)
+    for p, a in zip(plain, affine, strict=True):
+        assert torch.equal(p, a)
+    dx = legacy.backward(dout, *plain[1:], x, (33,), EPS, False)
+    expected = legacy.backward_affine(dout, *plain[1:], x, (33,), one, zero, EPS, False)[0]
+    assert torch.equal(dx, expected)
+    y, invvar = legacy.rms_forward(x, (33,), EPS)
+    assert torch.equal(y, legacy.rms_forward_affine(x, (33,), one, EPS)[0])
+    dx = legacy.rms_backward(dout, invvar, x, (33,), EPS, False)
+    assert torch.equal(dx, legacy.rms_backward_affine(dout, invvar, x, (33,), one, EPS, False)[0])
+
+
+def test_refusals():
+    x, w = torch.randn(4, 6), torch.ones(6)
+    with pytest.raises(TypeError, match="forward_affine: weight is float16, but input is float32"):
+        legacy.forward_affine(x, (6,), w.half(), w.half(), EPS)
+    _, mean, invvar = legacy.forward(x, (6,), EPS)
+    with pytest.raises(RuntimeError, match="mean is needed"):
+        legacy.backward(x, None, invvar, x, (6,), EPS, False)
+    with pytest.raises(ValueError, match=r"backward_affine: weight has shape \[5\]"):
+        legacy.backward_affine(x, mean, invvar, x, (6,), torch.ones(5), w, EPS, False)
+
+
+def test_import_error_where_kernels_cannot_run(monkeypatch):
+    """So that `try: import ...; except ImportError:` of other projects finds its fallback."""
+    monkeypatch.setattr(library, "available", lambda folder, device_type="cpu": False)
+    monkeypatch.delitem(sys.modules, "fused_layer_norm_cuda")
+    with pytest.raises(ImportError, match=r"neither prebuilt .* nor can they be compiled") as info:
+        importlib.import_module("fused_layer_norm_cuda")
+    assert info.value.name == "fused_layer_norm_cuda"
