@@ -72,6 +72,21 @@ def test_offset_does_not_cancel(last, device):
     assert ((var - truth) / truth).abs().max() < 1e-3  # x itself is rounded to 1e-3
 
 
+def test_long_columns(device):
+    """More rows than one set of sums takes, and a row that fills no group."""
+    x = torch.randn(2 * 16_384 + 3, 512, device=device).bfloat16()
+    mean = x[0].float()
+    wide = x.double()
+    var, truth = torch.var_mean(wide, 0, unbiased=False)
+    actual = [*syncbn.welford_mean_var(x, True), *syncbn.reduce_bn(x, x, mean, True)]
+    wanted = [truth, var, wide.sum(0), (wide * (wide - mean)).sum(0)]
+    # A mean or sum near zero is as exact as what was added: 4 roundings of the root mean square.
+    limit = 4 * torch.finfo(torch.float32).eps
+    scales = [1.0, 1.0, len(x) ** 0.5, len(x) * (1.0 + mean.abs().max().item())]
+    for a, b, scale in zip(actual, wanted, scales, strict=True):
+        assert (a - b).abs().max() < limit * max(scale, b.abs().max().item())
+
+
 @LAYOUTS
 def test_empty_input(last, device):
     (x,) = inputs((0, 4, 3), torch.float32, last, device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .flat_tensors import (
     split_half_float_double_bfloat16,
     unflatten,
 )
-from .reducer import Reducer, broadcast_parameters
+from .reducer import Reducer
 
 __all__ = [
     "DistributedDataParallel",
@@ -117,25 +117,20 @@ class DistributedDataParallel(BackwardReduction):
         device = checks.parameters_device(module)
         checks.check_communicators(allreduce_communicators, num_allreduce_streams, device)
         checks.check_triggers(allreduce_trigger_params, module)
-        if gradient_average_split_factor is not None:
-            message = f"{checks.NAME}: gradient_average_split_factor has no effect."
-            warnings.warn(message, stacklevel=2)
+        checks.warn_split_factor(gradient_average_split_factor)
         self._reset_runtime()
         self.module = module
         self.message_size = message_size
-        self.delay_allreduce = delay_allreduce
+        self.delay_allreduce, self.prof = delay_allreduce, prof
         self.allreduce_trigger_params = allreduce_trigger_params and list(allreduce_trigger_params)
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.num_allreduce_streams = num_allreduce_streams
         self.allreduce_communicators = allreduce_communicators
+        self._disable_allreduce = False
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_predivide_factor
-        self.prof = prof
-        self._disable_allreduce = False
-        broadcast_parameters(module)
-        self._connect()
-        self.create_hooks()
+        self._attach()
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in the backwards that follow, with what has accumulated so far."""
@@ -149,7 +144,7 @@ class DistributedDataParallel(BackwardReduction):
         """Run the module and, unless gradients are off, prepare the reduction of its backward."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        with profiled("forward pass DDP logic", self.prof):
+        with profiled("forward pass DDP logic") if self.prof else nullcontext():
             self._prepare_backward()
         output = self.module(*inputs, **kwargs)
         for tensor in tensors_of(output):

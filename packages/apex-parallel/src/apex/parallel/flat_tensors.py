@@ -28,13 +28,15 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
     """
     if len(bucket) == 0:
         raise ValueError("flatten: bucket is empty; expected at least one tensor.")
+    dtype = bucket[0].dtype
     for position, tensor in enumerate(bucket):
-        if tensor.dtype != bucket[0].dtype:
+        if tensor.dtype != dtype:
             raise TypeError(
                 f"flatten: bucket[{position}] is {tensor.dtype}, but bucket[0] is "
-                f"{bucket[0].dtype}. Group the tensors with split_by_type first."
+                f"{dtype}. Group the tensors with split_by_type first."
             )
-    return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+    with torch.no_grad():
+        return torch.cat([tensor.reshape(-1) for tensor in bucket])
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
@@ -47,17 +49,15 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: ``coalesced`` is not 1-D or too short.
     """
-    total = sum(tensor.numel() for tensor in bucket)
+    numels = [tensor.numel() for tensor in bucket]
+    total = sum(numels)
     if coalesced.dim() != 1 or coalesced.numel() < total:
         raise ValueError(
             f"unflatten: coalesced has shape {list(coalesced.shape)}, but bucket holds {total} "
             "elements; expected the 1-D result of flatten(bucket)."
         )
-    views, start = [], 0
-    for tensor in bucket:
-        views.append(coalesced[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
-    return views
+    pieces = coalesced[:total].split(numels)
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)]
 
 
 imported_flatten_impl = True  # there is one implementation, so it is always in place

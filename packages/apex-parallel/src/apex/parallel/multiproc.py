@@ -77,9 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     if world_size is None:
         world_size = torch.cuda.device_count()
         if world_size == 0:
-            print(
-                "multiproc: no GPU found. Say how many processes: --world-size N.", file=sys.stderr
-            )
+            print("multiproc: no GPU found. Give the number: --world-size N.", file=sys.stderr)
             return 2
     arguments = with_option(arguments, "--world-size", world_size)
     return run(

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .ddp.checks import check_same_on_all_ranks, parameters_device, require_process_group
+from .ddp.broadcast import broadcast_parameters
+from .ddp.checks import require_process_group
 from .ddp.lanes import Lane
 from .ddp.reduction import BucketReduction, ReductionOptions, has_grad
 from .flat_tensors import extract_tensors, flat_dist_call, split_by_type
@@ -61,15 +62,3 @@ class Reducer:
         for bucket in split_by_type(params).values():
             is_new = [has_grad(param) for param in bucket]
             BucketReduction(bucket, is_new, lane, options).finish(retain=False)
-
-
-def broadcast_parameters(module: nn.Module) -> None:
-    """Overwrite all parameters by rank 0's, in one flat broadcast per dtype; buffers stay.
-
-    Raises:
-        RuntimeError: the ranks' parameters differ in name, shape or dtype.
-    """
-    device = parameters_device(module)
-    check_same_on_all_ranks(module.named_parameters(), "the parameters", device)
-    params = [param.detach() for param in module.parameters()]
-    flat_dist_call(params, dist.broadcast, (0,))

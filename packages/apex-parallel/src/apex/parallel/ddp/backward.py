@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from ..flat_tensors import flatten, split_by_type, unflatten
 from . import checks, plan
+from .broadcast import broadcast_parameters
 from .lanes import Lane, current_stream, profiled
 from .reduction import BucketReduction, FlatReduction, has_grad
 from .slots import BucketSlots
@@ -20,6 +21,12 @@ from .state import ReductionModule
 
 class BackwardReduction(ReductionModule):
     """The part of DistributedDataParallel that autograd drives."""
+
+    def _attach(self) -> None:
+        """Take rank 0's parameters, and watch gradients from now on."""
+        broadcast_parameters(self.module)
+        self._connect()
+        self.create_hooks()
 
     def _prepare_backward(self) -> None:
         if not self._lanes:
@@ -48,9 +55,13 @@ class BackwardReduction(ReductionModule):
 
         def on_gradient(param: Tensor) -> None:
             wrapper = owner()
-            if wrapper is not None:
-                with profiled("allreduce_hook", wrapper.prof):
-                    wrapper.comm_ready_buckets(param)
+            if wrapper is None:
+                return
+            if not wrapper.prof:  # once per parameter and step, where ranges would cost 4 us
+                wrapper.comm_ready_buckets(param)
+                return
+            with profiled("allreduce_hook"), profiled("comm_ready_buckets"):
+                wrapper.comm_ready_buckets(param)
 
         params = [param for param in self.module.parameters() if param.requires_grad]
         self._hooks = [param.register_post_accumulate_grad_hook(on_gradient) for param in params]
@@ -80,17 +91,18 @@ class BackwardReduction(ReductionModule):
                 "gradients locally with disable_allreduce()."
             )
         self._queue_end_of_backward()
-        self._reducing = True
+        if not self._reducing:  # setting an attribute of a module costs 3 us
+            self._reducing = True
         if self._delayed:
             return
-        with profiled("comm_ready_buckets", self.prof):
-            if self._slots is None:
-                self._planner.add(self._index_of[id(param)])
-                return
-            if self._device.type != "cpu":
-                self._gradient_streams.add(current_stream(self._device))
-            for bucket_idx in self._slots.fill(self._index_of[id(param)], param.grad):
-                self._launch(bucket_idx)
+        index = self._index_of[id(param)]
+        if self._slots is None:
+            self._planner.add(index)
+            return
+        if self.main_stream is not None:
+            self._gradient_streams.add(current_stream(self._device))
+        for bucket_idx in self._slots.fill(index, param.grad):
+            self._launch(bucket_idx)
 
     def _finish_backward(self) -> None:
         """Reduce what has not left yet, wait for all buckets and write the gradients."""

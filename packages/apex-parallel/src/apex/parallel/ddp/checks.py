@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,6 +38,13 @@ def check_numbers(
             f"{NAME}: gradient_predivide_factor must be finite and > 0, got "
             f"{gradient_predivide_factor}."
         )
+
+
+def warn_split_factor(gradient_average_split_factor: float | None) -> None:
+    """Say that the argument does nothing, as it never did."""
+    if gradient_average_split_factor is not None:
+        message = f"{NAME}: gradient_average_split_factor has no effect."
+        warnings.warn(message, stacklevel=3)
 
 
 def check_combination(

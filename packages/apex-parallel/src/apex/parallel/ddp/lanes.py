@@ -71,11 +71,8 @@ def make_lanes(
 
 
 @contextmanager
-def profiled(name: str, enabled: bool) -> Iterator[None]:
+def profiled(name: str) -> Iterator[None]:
     """A named range for torch.profiler, and for NVTX where CUDA is in use."""
-    if not enabled:
-        yield
-        return
     with torch.profiler.record_function(name):
         if not torch.cuda.is_available():
             yield

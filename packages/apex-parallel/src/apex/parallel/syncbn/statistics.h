@@ -3,9 +3,9 @@
 //   mean, biased variance                      of all elements of a channel
 //   sum of dy, sum of dy * (x - mean)          what the gradient needs of them
 //
-// A tensor is reduced to parts, and these are merged in double: they are few, and a sum in float
-// over ten thousand rows would lose what the last digits hold. A part of [N, C, *] is one row of *;
-// parts.h says what it is of [*, C]. Ioffe & Szegedy 2015 (https://arxiv.org/abs/1502.03167).
+// A tensor is reduced to parts, see parts.h, and these are merged in double: they are few, and a
+// sum in float over ten thousand rows would lose what the last digits hold.
+// Ioffe & Szegedy 2015 (https://arxiv.org/abs/1502.03167).
 #pragma once
 
 #include <cmath>
@@ -130,31 +130,33 @@ struct ColumnGradSums {
   }
 };
 
-// A vector [columns] repeated in every row.
+// A per-channel vector spread over the columns that are summed: row r holds that of r % channels.
 template <class T>
-struct Repeat {
+struct Spread {
   using value_type = T;
 
-  const T* vector;  // [columns]
-  T* rows;          // [rows, columns]
+  const T* vector;  // [channels]
+  T* spread;        // [rows, columns]
+  int64_t channels;
 
   template <class R>
   APEX_HD void row(R& row) const {
-    row.each([](T& out, T in) { out = in; }, row.out(rows), row.shared(vector));
+    T value = vector[row.index() % channels];
+    row.each([=](T& out) { out = value; }, row.out(spread));
   }
 };
 
-// The same of each row, whose channel is its number modulo `channels`.
+// The same over each row, whose channel is its number modulo `channels`.
 template <class X>
 struct RowGradSums {
   using value_type = compute_t<X>;
   using T = value_type;
 
-  const X* dy;      // [rows, columns]
-  const X* x;       // [rows, columns]
-  const T* mean;    // [channels]
-  T* sum_dy;        // [rows]
-  T* sum_dy_xmu;    // [rows]
+  const X* dy;    // [rows, columns]
+  const X* x;     // [rows, columns]
+  const T* mean;  // [channels]
+  T* sum_dy;      // [rows]
+  T* sum_dy_xmu;  // [rows]
   int64_t channels;
 
   template <class R>
@@ -192,6 +194,51 @@ struct PartSums {
   APEX_HD void finish(int64_t channel, const Array<double, 2>& sums) const {
     sum_dy[channel] = static_cast<T>(sums[0]);
     sum_dy_xmu[channel] = static_cast<T>(sums[1]);
+  }
+};
+
+// Merges the moments of each row's parts, which have equally many elements.
+template <class T>
+struct EqualMoments {
+  using value_type = T;
+
+  const T* part_mean;      // [channels, parts]
+  const T* part_variance;  // [channels, parts], biased
+  T* mean;                 // [channels]
+  T* variance;             // [channels], biased
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    auto means = row.in(part_mean);
+    T mu = row.sum([](T mean) { return mean; }, means) / row.columns();
+    T sum = row.sum([=](T mean, T variance) { return variance + (mean - mu) * (mean - mu); }, means,
+                    row.in(part_variance));
+    row.once([&] {
+      mean[row.index()] = mu;
+      variance[row.index()] = sum / row.columns();
+    });
+  }
+};
+
+// Adds up the sums of each row's parts.
+template <class T>
+struct EqualSums {
+  using value_type = T;
+
+  const T* part_dy;      // [channels, parts]
+  const T* part_dy_xmu;  // [channels, parts]
+  T* sum_dy;             // [channels]
+  T* sum_dy_xmu;         // [channels]
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    Array<T, 2> sums =
+        row.template sums<2>([](T dy, T dy_xmu) { return Array<T, 2>{{dy, dy_xmu}}; },
+                             row.in(part_dy), row.in(part_dy_xmu));
+    row.once([&] {
+      sum_dy[row.index()] = sums[0];
+      sum_dy_xmu[row.index()] = sums[1];
+    });
   }
 };
 

@@ -55,7 +55,7 @@ def batch_statistics(
     mean, biased_var = welford_mean_var(x, channel_last)
     count = x.numel() // mean.numel()
     means, biased_vars, counts = gather_statistics(mean, biased_var, count, process_group)
-    total = counts.sum().view(1)
+    total = counts if len(counts) == 1 else counts.sum().view(1)
     # With two elements here there is nothing to look up, which on a GPU would wait for it.
     if count < 2 and int(total) < 2:
         raise ValueError(
@@ -69,7 +69,11 @@ def batch_statistics(
 
 def update_running(buffer: Tensor | None, value: Tensor, momentum: float) -> None:
     """``buffer = (1 - momentum) * buffer + momentum * value``, in place, rounded once."""
-    if buffer is not None:
+    if buffer is None:
+        return
+    if buffer.dtype == value.dtype:
+        buffer.lerp_(value, momentum)
+    else:
         buffer.copy_(torch.lerp(buffer.to(value.dtype), value, momentum))
 
 

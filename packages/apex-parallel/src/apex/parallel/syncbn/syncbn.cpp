@@ -31,9 +31,19 @@ struct Shape {
     return torch::stable::new_empty(x, {numel}, statistics_dtype());
   }
   Tensor per_channel() const { return statistics(channels); }
+  // See parts.h. Short rows are reduced as columns, of which each channel has several.
+  bool has_short_rows() const { return !channel_last && rows > 0 && columns < kShortRow; }
+  bool sums_columns() const { return channel_last || has_short_rows(); }
   Parts parts() const {
-    return channel_last ? parts_of_rows(rows, channels)
-                        : parts_of_batch(rows / channels, channels, columns);
+    int64_t batch = rows / channels;
+    if (channel_last) return parts_of_matrix(rows, channels);
+    if (has_short_rows()) return parts_of_matrix(batch, channels * columns);
+    return parts_of_batch(batch, channels, columns);
+  }
+  Tensor per_part(const Parts& parts) const { return statistics(parts.count() * parts.columns); }
+  // Where parts are merged to: `result` unless channels have several columns.
+  Tensor per_column(const Parts& parts, const Tensor& result) const {
+    return has_short_rows() ? statistics(parts.columns) : result;
   }
 
   void check_operand(const char* name, const Tensor& tensor, int64_t numel,
@@ -87,15 +97,17 @@ void run_rows(const Shape& shape, Make&& make) {
 std::tuple<Tensor, Tensor> welford_mean_var(const Tensor& input, bool channel_last) {
   Shape shape = shape_of("welford_mean_var", input, channel_last);
   Tensor mean = shape.per_channel(), variance = shape.per_channel();
-  Context context(input);
   Parts parts = shape.parts();
-  Tensor part_mean = shape.statistics(parts.count() * shape.channels);
-  Tensor part_variance = shape.statistics(parts.count() * shape.channels);
+  Tensor part_mean = shape.per_part(parts), part_variance = shape.per_part(parts);
+  Tensor column_mean = shape.per_column(parts, mean);
+  Tensor column_variance = shape.per_column(parts, variance);
+  Context context(input);
   dispatch_floating(shape.op, input.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
     const X* x = data<X>(input, "input");
     T *means = data<T>(part_mean, "means"), *variances = data<T>(part_variance, "variances");
-    if (channel_last) {
+    T *all_means = data<T>(column_mean, "mean"), *all_vars = data<T>(column_variance, "variance");
+    if (shape.sums_columns()) {
       parts.each([&](int64_t rows, int64_t columns, int64_t element, int64_t part) {
         colwise(context, rows, columns,
                 ColumnMoments<X>{x + element, means + part, variances + part});
@@ -103,9 +115,13 @@ std::tuple<Tensor, Tensor> welford_mean_var(const Tensor& input, bool channel_la
     } else {
       rowwise(context, shape.rows, shape.columns, RowMoments<X>{x, means, variances});
     }
-    colwise(context, parts.count(), shape.channels,
-            PartMoments<T, Parts>{means, variances, parts, data<T>(mean, "mean"),
-                                  data<T>(variance, "variance"), nullptr, 0.0});
+    colwise(context, parts.count(), parts.columns,
+            PartMoments<T, Parts>{means, variances, parts, all_means, all_vars, nullptr, 0.0});
+    if (shape.has_short_rows()) {
+      rowwise(context, shape.channels, shape.columns,
+              EqualMoments<T>{all_means, all_vars, data<T>(mean, "mean"),
+                              data<T>(variance, "variance")});
+    }
   });
   return {mean, variance};
 }
@@ -153,8 +169,8 @@ Tensor batchnorm_forward(const Tensor& input, const OptionalTensor& z, const Ten
 }
 
 Tensor relu_bw(const Tensor& grad_output, const Tensor& input, const OptionalTensor& z,
-               const Tensor& mean, const Tensor& inv_std, const Tensor& weight,
-               const Tensor& bias, bool channel_last) {
+               const Tensor& mean, const Tensor& inv_std, const Tensor& weight, const Tensor& bias,
+               bool channel_last) {
   Shape shape = shape_of("relu_bw", input, channel_last);
   shape.check_like_input("grad_output", grad_output);
   if (z) shape.check_like_input("z", *z);
@@ -176,19 +192,22 @@ std::tuple<Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Tensor& in
   Shape shape = shape_of("reduce_bn", input, channel_last);
   shape.check_like_input("grad_output", grad_output);
   Tensor sum_dy = shape.per_channel(), sum_dy_xmu = shape.per_channel();
-  Context context(input);
   Parts parts = shape.parts();
-  Tensor part_dy = shape.statistics(parts.count() * shape.channels);
-  Tensor part_dy_xmu = shape.statistics(parts.count() * shape.channels);
-  Tensor repeated = shape.statistics(channel_last ? parts.group * shape.channels : 0);
+  Tensor part_dy = shape.per_part(parts), part_dy_xmu = shape.per_part(parts);
+  Tensor column_dy = shape.per_column(parts, sum_dy);
+  Tensor column_dy_xmu = shape.per_column(parts, sum_dy_xmu);
+  Tensor spread = shape.statistics(shape.sums_columns() ? parts.group * parts.columns : 0);
+  Context context(input);
   dispatch_floating(shape.op, input.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
     const X *dy = data<X>(grad_output, "grad_output"), *x = data<X>(input, "input");
     const T* mu = shape.vector<T>("mean", mean);
     T *a = data<T>(part_dy, "part_dy"), *b = data<T>(part_dy_xmu, "part_dy_xmu");
-    if (channel_last) {
-      T* means = data<T>(repeated, "mean");
-      rowwise(context, parts.group, shape.channels, Repeat<T>{mu, means});
+    T *all_dy = data<T>(column_dy, "sum_dy"), *all_dy_xmu = data<T>(column_dy_xmu, "sum_dy_xmu");
+    if (shape.sums_columns()) {
+      T* means = data<T>(spread, "mean");
+      rowwise(context, parts.group * shape.channels, parts.columns / shape.channels,
+              Spread<T>{mu, means, shape.channels});
       parts.each([&](int64_t rows, int64_t columns, int64_t element, int64_t part) {
         colwise(context, rows, columns,
                 ColumnGradSums<X>{dy + element, x + element, means, a + part, b + part});
@@ -196,8 +215,12 @@ std::tuple<Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Tensor& in
     } else {
       rowwise(context, shape.rows, shape.columns, RowGradSums<X>{dy, x, mu, a, b, shape.channels});
     }
-    colwise(context, parts.count(), shape.channels,
-            PartSums<T>{a, b, data<T>(sum_dy, "sum_dy"), data<T>(sum_dy_xmu, "sum_dy_xmu")});
+    colwise(context, parts.count(), parts.columns, PartSums<T>{a, b, all_dy, all_dy_xmu});
+    if (shape.has_short_rows()) {
+      rowwise(context, shape.channels, shape.columns,
+              EqualSums<T>{all_dy, all_dy_xmu, data<T>(sum_dy, "sum_dy"),
+                           data<T>(sum_dy_xmu, "sum_dy_xmu")});
+    }
   });
   return {sum_dy, sum_dy_xmu};
 }

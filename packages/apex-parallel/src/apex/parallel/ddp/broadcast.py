@@ -1,0 +1,21 @@
+"""Rank 0's parameters for everybody, after a check that all ranks hold the same model."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from ..flat_tensors import flat_dist_call
+from .checks import check_same_on_all_ranks, parameters_device
+
+
+def broadcast_parameters(module: nn.Module) -> None:
+    """Overwrite all parameters by rank 0's, in one flat broadcast per dtype; buffers stay.
+
+    Raises:
+        RuntimeError: the ranks' parameters differ in name, shape or dtype.
+    """
+    device = parameters_device(module)
+    check_same_on_all_ranks(module.named_parameters(), "the parameters", device)
+    params = [param.detach() for param in module.parameters()]
+    flat_dist_call(params, dist.broadcast, (0,))
