@@ -1,4 +1,4 @@
-"""The legacy module of the cross entropy kernels: Apex's positional signatures over this wheel's ops.
+"""Apex's extension module of the cross entropy: its positional signatures over this wheel's ops.
 
 Importable only where the kernels can run, because callers take the import as that answer.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from apex.contrib._ops import library
 from apex.contrib.xentropy import ops as _ops
-from torch import Tensor
 
 if not library.available(Path(_ops.__file__).parent):
     raise ImportError(

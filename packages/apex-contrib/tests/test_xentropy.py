@@ -1,8 +1,11 @@
-"""SoftmaxCrossEntropyLoss against float64 F.cross_entropy, over dtypes, shapes, layouts, padding."""
+"""SoftmaxCrossEntropyLoss against F.cross_entropy in float64, over dtypes, shapes and layouts."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.contrib.xentropy.ops import softmax_xentropy_backward, softmax_xentropy_forward
 from apex_testkit import (
     FLOATS,
     LAYOUTS,
@@ -11,9 +14,6 @@ from apex_testkit import (
     opcheck_samples,
 )
 from apex_testkit.grids import HALVES
-
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-from apex.contrib.xentropy.ops import softmax_xentropy_backward, softmax_xentropy_forward
 
 # Rows of one, some and many packs; of a block and of several spans; more rows than a GPU's grid.
 SHAPES = {
@@ -120,11 +120,12 @@ def test_half_to_float(dtype, device):
 def test_expanded_gradient(device):
     """What sum() and mean() send back is one number for all rows."""
     logits, labels, _ = inputs((9, 100), torch.float32, device)
-    mean = lambda losses_of: lambda x: torch.autograd.grad(
-        losses_of(x, labels, 0.1, NO_PADDING).mean(), x
-    )
-    actual = mean(SoftmaxCrossEntropyLoss.apply)(logits.requires_grad_())
-    assert_as_accurate_as(mean(torch_losses), actual, logits)
+
+    def grad_of_mean(losses_of, x):
+        return torch.autograd.grad(losses_of(x, labels, 0.1, NO_PADDING).mean(), x)
+
+    actual = grad_of_mean(SoftmaxCrossEntropyLoss.apply, logits.requires_grad_())
+    assert_as_accurate_as(lambda x: grad_of_mean(torch_losses, x), actual, logits)
 
 
 class TestPadding:
@@ -167,7 +168,7 @@ class TestExtremes:
     @pytest.mark.parametrize("offset", [1e4, -1e4])
     @pytest.mark.parametrize("smoothing", [0.0, 0.1])
     def test_offset_does_not_cancel(self, smoothing, offset, device):
-        """With max and sum as one number, an offset of 10^4 would cost the fourth digit of all gradients."""
+        """Were max and sum one number, an offset of 10^4 would spoil gradients' fourth digit."""
         logits, labels, grads = inputs((16, 512), torch.float32, device)
         assert_matches_torch(logits + offset, labels, grads, smoothing)
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from apex_testkit import assert_as_accurate_as
 
 from apex.contrib import _ops
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.contrib.xentropy.ops import softmax_xentropy_backward, softmax_xentropy_forward
+from apex_testkit import assert_as_accurate_as
 
 X = torch.zeros(4, 10)
 Y = torch.ones(4, dtype=torch.int64)

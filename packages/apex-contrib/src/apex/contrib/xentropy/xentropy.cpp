@@ -56,7 +56,11 @@ Operands operands(const char* op, const Tensor& logits, const Tensor& labels,
   check_vector(op, "labels", labels, rows, logits);
   bool is_adjacent = columns == 1 || logits.stride(1) == 1;
   Operands o{is_adjacent ? logits : torch::stable::contiguous(logits),
-             torch::stable::contiguous(labels), {}, rows, columns, 0};
+             torch::stable::contiguous(labels),
+             {},
+             rows,
+             columns,
+             0};
   o.stride = o.logits.stride(0);
   o.view = {static_cast<const int64_t*>(o.labels.data_ptr()), columns, padding_idx.value_or(0),
             padding_idx.has_value()};
@@ -93,10 +97,14 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& l
   Context context(logits);
   dispatch_pair(kForward, logits.scalar_type(), dtype, [&]<class S, class L>() {
     using T = compute_t<S>;
-    rowwise(context, o.rows, o.columns,
-            XentropyForward<S, L>{data<S>(o.logits, "logits"), o.stride, o.view,
-                                  static_cast<T>(smoothing), data<L>(losses, "losses"),
-                                  data<T>(maxima, "maxima"), data<T>(sums_exp, "sums_exp")});
+    XentropyForward<S, L> program{.logits = data<S>(o.logits, "logits"),
+                                  .stride = o.stride,
+                                  .smoothing = static_cast<T>(smoothing),
+                                  .labels = o.view,
+                                  .losses = data<L>(losses, "losses"),
+                                  .maxima = data<T>(maxima, "maxima"),
+                                  .sums_exp = data<T>(sums_exp, "sums_exp")};
+    rowwise(context, o.rows, o.columns, program);
   });
   return {losses, maxima, sums_exp};
 }
@@ -110,18 +118,21 @@ Tensor backward(const Tensor& grad_losses, const Tensor& logits, const Tensor& m
   check_vector(kBackward, "sums_exp", sums_exp, o.rows, logits);
   Tensor grads = torch::stable::contiguous(grad_losses);  // often one number, expanded
   Tensor max = torch::stable::contiguous(maxima), sum_exp = torch::stable::contiguous(sums_exp);
-  Tensor grad_logits =
-      torch::stable::new_empty(logits, {o.rows, o.columns}, logits.scalar_type());
+  Tensor grad_logits = torch::stable::new_empty(logits, {o.rows, o.columns}, logits.scalar_type());
   Context context(logits);
   dispatch_pair(kBackward, logits.scalar_type(), grads.scalar_type(), [&]<class S, class L>() {
     using T = compute_t<S>;
-    rowwise(context, o.rows, o.columns,
-            XentropyBackward<S, L>{data<L>(grads, "grad_losses"), data<S>(o.logits, "logits"),
-                                   o.stride, data<T>(max, "maxima"),
-                                   data<T>(sum_exp, "sums_exp"), o.view,
-                                   static_cast<T>(smoothing),
-                                   static_cast<T>(smoothing / static_cast<double>(o.columns)),
-                                   data<S>(grad_logits, "grad_logits")});
+    XentropyBackward<S, L> program{
+        .logits = data<S>(o.logits, "logits"),
+        .stride = o.stride,
+        .smoothing = static_cast<T>(smoothing),
+        .uniform = static_cast<T>(smoothing / static_cast<double>(o.columns)),
+        .labels = o.view,
+        .maxima = data<T>(max, "maxima"),
+        .sums_exp = data<T>(sum_exp, "sums_exp"),
+        .grad_losses = data<L>(grads, "grad_losses"),
+        .grad_logits = data<S>(grad_logits, "grad_logits")};
+    rowwise(context, o.rows, o.columns, program);
   });
   return grad_logits;
 }

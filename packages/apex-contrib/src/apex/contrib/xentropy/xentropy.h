@@ -32,7 +32,12 @@ struct Labels {
 };
 
 // What one pass over a row collects.
-enum RowState { kMax, kSumExp, kSum, kRowStates };  // sum of exp(x - max), sum of (x - reference)
+enum RowState {
+  kMax,
+  kSumExp,  // sum of exp(x - max)
+  kSum,     // sum of (x - reference)
+  kRowStates
+};
 
 template <class T>
 struct RowStates {
@@ -68,20 +73,20 @@ struct XentropyForward {
 
   const S* logits;  // [rows, columns], rows `stride` elements apart
   int64_t stride;
-  Labels labels;    // [rows]
   T smoothing;
-  L* losses;        // [rows]
-  T* maxima;        // [rows]
-  T* sums_exp;      // [rows]
+  Labels labels;  // [rows]
+  L* losses;      // [rows]
+  T* maxima;      // [rows]
+  T* sums_exp;    // [rows]
 
   template <class R>
   APEX_HD void row(R& row) const {
     int64_t label = labels.at(row.index());
     if (labels.is_padding(label)) return store(row, T(0), T(0), T(1));
-    auto x = row.in(logits, stride);
+    auto x = row.ahead(row.in(logits, stride));
     // A GPU cannot raise an error here: labels without a class give NaN.
-    T target = labels.is_class(label) ? convert<T>(x.data[label])
-                                      : std::numeric_limits<T>::quiet_NaN();
+    T target =
+        labels.is_class(label) ? convert<T>(x.data[label]) : std::numeric_limits<T>::quiet_NaN();
     // Differences to the target keep their digits where all logits share a large offset.
     T reference = is_finite(target) ? target : T(0);
     auto state = row.template fold<kRowStates>(
@@ -111,34 +116,33 @@ struct XentropyBackward {
   using value_type = compute_t<S>;
   using T = value_type;
 
-  const L* grad_losses;  // [rows]
-  const S* logits;       // [rows, columns], rows `stride` elements apart
+  const S* logits;  // [rows, columns], rows `stride` elements apart
   int64_t stride;
-  const T* maxima;       // [rows]
-  const T* sums_exp;     // [rows]
-  Labels labels;         // [rows]
   T smoothing;
   T uniform;             // smoothing / columns
+  Labels labels;         // [rows]
+  const T* maxima;       // [rows]
+  const T* sums_exp;     // [rows]
+  const L* grad_losses;  // [rows]
   S* grad_logits;        // [rows, columns]
 
   template <class R>
   APEX_HD void row(R& row) const {
     int64_t label = labels.at(row.index());
-    auto out = row.out(grad_logits);
+    auto out = row.ahead(row.out(grad_logits));
     if (labels.is_padding(label)) return row.each([](T& dx) { dx = T(0); }, out);
     bool is_class = labels.is_class(label);
-    T grad = is_class ? convert<T>(grad_losses[row.index()])
-                      : std::numeric_limits<T>::quiet_NaN();
+    T grad = is_class ? convert<T>(grad_losses[row.index()]) : std::numeric_limits<T>::quiet_NaN();
     T max = maxima[row.index()], sum_exp = sums_exp[row.index()];
     T scale = grad / sum_exp, offset = grad * uniform;
-    auto x = row.in(logits, stride);
+    auto x = row.ahead(row.in(logits, stride));
     row.each([=](T& dx, T x) { dx = exponential_no_overflow(x - max) * scale - offset; }, out, x);
     if (!is_class) return;
     // Where the label is certain, dx is a small difference: subtract before multiplying.
     T own = uniform + (T(1) - smoothing);
-    row.at(label,
-           [=](T& dx, T x) { dx = grad * (exponential_no_overflow(x - max) / sum_exp - own); },
-           out, x);
+    row.at(
+        label, [=](T& dx, T x) { dx = grad * (exponential_no_overflow(x - max) / sum_exp - own); },
+        out, x);
   }
 };
 
