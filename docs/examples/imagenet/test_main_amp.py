@@ -160,13 +160,12 @@ def test_two_processes_with_sync_bn(level, images, tmp_path):
 
 def test_two_processes_equal_one(images, tmp_path):
     """Two times 8 images with synchronized batch norm are one batch of 16."""
-    common = ["--opt-level=O0", "--epochs=2"]
-    together = train(images, tmp_path / "two", *common, "--b=8", "--sync_bn", processes=2)
-    alone = train(images, tmp_path / "one", *common, "--b=16")
-    for ours, expected in zip(together, alone, strict=True):
-        for name in ("train_loss", "val_loss"):
-            # Sums in another order, then six updates of a network that starts far from its goal.
-            assert ours[name] == pytest.approx(expected[name], rel=2e-3)
+    common = ["--opt-level", "O0", "--epochs", "1", "--image-size", "64", "--lr", "0.05"]
+    (together,) = train(images, tmp_path / "two", *common, "--b=8", "--sync_bn", processes=2)
+    (alone,) = train(images, tmp_path / "one", *common, "--b=16")
+    # Three steps: later ones amplify rounding. Batch norm of each process alone changes the first
+    # loss by 2 %, gradients that are not averaged the epoch's by 4 %.
+    assert together["train_loss"] == pytest.approx(alone["train_loss"], rel=5e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-// Registers scale, scale_ and axpby, with which gradients are unscaled and tested: checks, types, launch.
-// The mathematics is in apex/math/scale.h and apex/math/axpby.h.
+// Registers scale, scale_ and axpby, with which gradients are unscaled and tested: checks, types,
+// launch. The mathematics is in apex/math/scale.h and apex/math/axpby.h.
 #include "apex/engine/foreach.h"
 #include "apex/math/axpby.h"
 #include "apex/math/scale.h"
@@ -20,8 +20,8 @@ void dispatch_pair(const char* op, const Tensor& source, const Tensor& destinati
       if constexpr (std::is_same_v<S, double> == std::is_same_v<D, double>) {
         body.template operator()<S, D>();
       } else {
-        fail(op, ": float64 does not mix with other dtypes; got ",
-             dtype_name(source.scalar_type()), " and ", dtype_name(destination.scalar_type()), ".");
+        fail(op, ": float64 does not mix with other dtypes; got ", dtype_name(source.scalar_type()),
+             " and ", dtype_name(destination.scalar_type()), ".");
       }
     });
   });
@@ -59,16 +59,16 @@ void axpby(const TensorList& xs, const TensorList& ys, const TensorList& outputs
   check(arg_to_check >= -1 && arg_to_check <= 1, op,
         ": arg_to_check must be 0 (xs), 1 (ys) or -1 (both), got ", arg_to_check, ".");
   if (xs.empty()) return;
-  check(ys[0].scalar_type() == outputs[0].scalar_type(), op, ": ys and outputs must have one dtype,",
-        " got ", dtype_name(ys[0].scalar_type()), " and ", dtype_name(outputs[0].scalar_type()),
-        ".");
+  check(ys[0].scalar_type() == outputs[0].scalar_type(), op,
+        ": ys and outputs must have one dtype,", " got ", dtype_name(ys[0].scalar_type()), " and ",
+        dtype_name(outputs[0].scalar_type()), ".");
   int* flag = number_near<int>(op, "found_inf", found_inf, xs[0]);
   Context context(xs[0]);
   dispatch_pair(op, xs[0], outputs[0], [&]<class S, class D>() {
     using T = compute_t<S>;
-    foreach<In<S>, In<D>, Out<D>>(context, table,
-                                  Axpby<T>{static_cast<T>(a), static_cast<T>(b),
-                                           static_cast<int>(arg_to_check), flag});
+    foreach<In<S>, In<D>, Out<D>>(
+        context, table,
+        Axpby<T>{static_cast<T>(a), static_cast<T>(b), static_cast<int>(arg_to_check), flag});
   });
 }
 
