@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from apex.parallel import SyncBatchNorm, sync_batchnorm
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
+from apex.parallel.sync_batchnorm_kernel import SyncBatchnormFunction as GivenStatistics
 from apex_testkit.opcheck import assert_compiles
 
 CASES = [
@@ -48,6 +49,22 @@ def test_gradcheck(shape, layout, last, relu, from_batch, device):
     affine = (weight.requires_grad_(), bias.requires_grad_())
     assert torch.autograd.gradcheck(function, (x, z, *affine))
     assert torch.autograd.gradcheck(lambda x: function(x, None, None, None), (x,))
+
+
+@pytest.mark.parametrize("kernel", [SyncBatchnormFunction, GivenStatistics])
+@pytest.mark.parametrize(("shape", "layout"), [*CASES, ((4, 2, 1, 1), {})], ids=str)
+def test_change_of_the_output_in_place(shape, layout, kernel, device):
+    """ResNets apply nn.ReLU(inplace=True) to it."""
+    x = torch.randn(shape, dtype=torch.float64).contiguous(**layout).to(device).requires_grad_()
+    one = torch.ones(2, dtype=torch.float64, device=device)
+    options = (True, 0.1) if kernel is SyncBatchnormFunction else (None, 1)
+    own = (None,) if kernel is SyncBatchnormFunction else ()
+    grads = []
+    for relu in (torch.relu, torch.relu_):
+        y = relu(kernel.apply(x, *own, one, 0.5 * one, 0.5 * one, 2 * one, 1e-5, *options))
+        grads.append(torch.autograd.grad(y.square().sum(), x)[0])
+    assert grads[0].abs().sum() > 0
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])

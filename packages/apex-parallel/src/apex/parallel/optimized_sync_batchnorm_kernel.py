@@ -73,7 +73,7 @@ class SyncBatchnormFunction(Function):
         )
         ctx.process_group, ctx.fuse_relu = process_group, fuse_relu
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return layout.restore(out)
+        return layout.output(out)
 
     @staticmethod
     @once_differentiable

@@ -51,7 +51,7 @@ class SyncBatchnormFunction(Function):
         out = batchnorm_forward(x, None, mean, inv_std, w, b, layout.channel_last, False)
         ctx.save_for_backward(x, weight, mean, inv_std)
         ctx.process_group, ctx.bias_dtype = process_group, None if bias is None else bias.dtype
-        return layout.restore(out)
+        return layout.output(out)
 
     @staticmethod
     @once_differentiable

@@ -38,6 +38,13 @@ class Arrangement:
             return tensor.view(self.flattened)
         return tensor.movedim(-1, 1) if self.moved else tensor
 
+    def output(self, tensor: Tensor) -> Tensor:
+        """``restore`` for what ``forward`` returns, which ``ReLU(inplace=True)`` may then change.
+
+        Autograd refuses in-place changes of a view that was made inside a Function.
+        """
+        return self.restore(tensor).data
+
 
 def arrangement_of(input: Tensor, channel_last: bool) -> Arrangement:
     """The arrangement that needs no copy, or for ``[N, C, *]`` in odd strides, plain contiguous."""
