@@ -124,7 +124,8 @@ def matrix_runs():
 @nox.parametrize("python,torch", matrix_runs(), ids=["-".join(r[::-1]) for r in matrix_runs()])
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
-    install_wheels(session, PACKAGES, "pytest-xdist", torch=torch)
+    # setuptools: the compiler of torch 2.10 imports it, but torch requires it only from Python 3.12.
+    install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
     # All of it ran on one torch in `tests`; here a few cases of every test function do, one thread
     # each, on all cores.
     sample = ["-p", "ci.sampling", "--cases-per-test", str(MATRIX["cases_per_test"])]

@@ -136,7 +136,7 @@ def test_mixed_dtypes(dtypes, device):
 def test_memory_efficient(shape, dtype, device):
     """The output is the same; gradients are those of an xhat recovered from the rounded output."""
     x, weight, bias, dy = operands(shape, dtype, device)
-    weight = weight.sign() * (weight.abs() + 0.5)
+    weight = torch.copysign(weight.abs() + 0.5, weight)
     norm = lambda x, w, b: fused_layer_norm_affine(x, w, b, x.shape[-1:], EPS, True)
     y, *grads = outputs_and_grads(norm, x, weight, bias, dy)
     assert torch.equal(y, apex_norm(x, weight, bias))
@@ -153,7 +153,7 @@ def test_memory_efficient(shape, dtype, device):
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.half)])
 def test_memory_efficient_mixed(dtypes, device):
     x, weight, bias, dy = operands((17, 129), dtypes[0], device, dtypes[1])
-    weight = weight.sign() * (weight.abs() + 0.5)
+    weight = torch.copysign(weight.abs() + 0.5, weight)
     norm = lambda x, w, b: mixed_dtype_fused_layer_norm_affine(x, w, b, x.shape[-1:], EPS, True)
     y, *grads = outputs_and_grads(norm, x, weight, bias, dy)
     assert [t.dtype for t in grads] == [dtypes[0], dtypes[1], dtypes[1]]
@@ -222,7 +222,7 @@ def test_inf_and_nan_stay_in_their_row(device):
 @pytest.mark.parametrize("memory_efficient", [False, True])
 def test_gradcheck(memory_efficient, device):
     x, weight, bias, _ = operands((3, 7), torch.float64, device)
-    weight = weight.sign() * (weight.abs() + 0.5)
+    weight = torch.copysign(weight.abs() + 0.5, weight)
     x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
     affine = lambda *args: FusedLayerNormAffineFunction.apply(*args, 7, EPS, memory_efficient)
     assert torch.autograd.gradcheck(affine, (x, weight, bias))

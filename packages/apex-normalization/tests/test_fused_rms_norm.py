@@ -119,7 +119,7 @@ def test_mixed_dtypes(dtypes, device):
 def test_memory_efficient(shape, dtype, device):
     """The output is the same; gradients are those of an xhat recovered from the rounded output."""
     x, weight, dy = operands(shape, dtype, device)
-    weight = weight.sign() * (weight.abs() + 0.5)
+    weight = torch.copysign(weight.abs() + 0.5, weight)
     norm = lambda x, w: fused_rms_norm_affine(x, w, x.shape[-1:], EPS, True)
     y, *grads = outputs_and_grads(norm, x, weight, dy)
     assert torch.equal(y, apex_norm(x, weight))
@@ -159,7 +159,7 @@ def test_layouts(layout, device):
 @pytest.mark.parametrize("memory_efficient", [False, True])
 def test_gradcheck(memory_efficient, device):
     x, weight, _ = operands((3, 7), torch.float64, device)
-    weight = (weight.sign() * (weight.abs() + 0.5)).requires_grad_()
+    weight = torch.copysign(weight.abs() + 0.5, weight).requires_grad_()
     x.requires_grad_()
     affine = lambda *args: FusedRMSNormAffineFunction.apply(*args, 7, EPS, memory_efficient)
     assert torch.autograd.gradcheck(affine, (x, weight))

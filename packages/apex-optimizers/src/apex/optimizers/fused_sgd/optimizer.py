@@ -218,7 +218,7 @@ class FusedSGD(torch.optim.Optimizer):
     def _collect(self) -> list[Launch]:
         twins = _models_of_masters(self)
         missing = len(self.param_groups) - len(self._launches)
-        self._launches += [GroupLaunches() for _ in range(missing)]
+        self._launches.extend(GroupLaunches() for _ in range(missing))
         return [
             launch
             for group, launches in zip(self.param_groups, self._launches, strict=False)
