@@ -79,10 +79,11 @@ def wheel(package: str) -> Path:
 def find_pyenv_interpreters() -> None:
     """Let pyenv's shims run every version that it has, the current one first.
 
-    Without this, ``python3.12`` is a shim that refuses to run while another version is selected.
+    Without this, ``python3.12`` is a shim that refuses to run while another version is selected, as
+    one is in every process that a shim has started.
     """
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    if "PYENV_VERSION" in os.environ or not (root / "versions").is_dir():
+    if not (root / "versions").is_dir():
         return
     current = ".".join(map(str, sys.version_info[:3]))
     names = sorted(p.name for p in (root / "versions").iterdir() if p.name[:2] == "3.")
