@@ -9,68 +9,73 @@ inline namespace APEX_BACKEND_NS {
 // Rows accumulated into one buffer before it is merged into the thread's total: bounds the error.
 inline constexpr int64_t kRowsPerMerge = 128;
 
-template <class Program, class T, int N>
-void merge_sums(const Program& program, Array<T, N>& total, const Array<T, N>& part) {
-  if constexpr (requires { program.merge(total, part); }) {
-    program.merge(total, part);
-  } else {
-    for (int n = 0; n < N; ++n) total[n] += part[n];
-  }
+template <class Program, class T>
+concept HasMerge =
+    requires(const Program& program, Array<T, Program::kSums>& sums) { program.merge(sums, sums); };
+
+// Sums of many blocks are kept in double: in float, adding the 500th block of a column of 65,536
+// rows costs more digits than everything before it.
+template <class Program, class T>
+using Total = std::conditional_t<HasMerge<Program, T>, T, double>;
+
+// One column's numbers of `from`, which is [N, columns].
+template <class T, int N, class S>
+APEX_HD Array<T, N> column_of(const S* from, int64_t columns, int64_t column) {
+  Array<T, N> sums;
+  for (int n = 0; n < N; ++n) sums[n] = static_cast<T>(from[n * columns + column]);
+  return sums;
 }
 
-// total[:, column] := merge(total, part) for all columns; part is zeroed for its next use.
-template <class Program, class T>
-void merge_buffers(const Program& program, T* total, T* part, int64_t columns) {
+// total[:, column] := merge(total, part) for columns [begin, end).
+template <class Program, class S, class P>
+void merge_buffers(const Program& program, S* total, const P* part, int64_t columns, int64_t begin,
+                   int64_t end) {
   constexpr int N = Program::kSums;
+  using T = typename Program::value_type;
   APEX_VECTORIZE
-  for (int64_t column = 0; column < columns; ++column) {
-    Array<T, N> a, b;
-    for (int n = 0; n < N; ++n) a[n] = total[n * columns + column];
-    for (int n = 0; n < N; ++n) b[n] = part[n * columns + column];
-    merge_sums(program, a, b);
-    for (int n = 0; n < N; ++n) total[n * columns + column] = a[n];
-    for (int n = 0; n < N; ++n) part[n * columns + column] = T(0);
+  for (int64_t column = begin; column < end; ++column) {
+    if constexpr (HasMerge<Program, T>) {
+      Array<T, N> a = column_of<T, N>(total, columns, column);
+      program.merge(a, column_of<T, N>(part, columns, column));
+      for (int n = 0; n < N; ++n) total[n * columns + column] = a[n];
+    } else {
+      for (int n = 0; n < N; ++n) total[n * columns + column] += part[n * columns + column];
+    }
   }
 }
 
 template <bool kRows, class Context, class Program>
 void run_colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
+  using S = Total<Program, T>;
   constexpr int N = Program::kSums;
   int64_t wanted = rows * columns / kRowwiseGrain;
   int64_t parts = std::clamp<int64_t>(wanted, 1, std::min<int64_t>(context.threads(), 1024));
-  // Per part: totals [N, columns], the current block's sums [N, columns]. One part more for the
-  // empty result when there are no rows.
-  std::unique_ptr<T[]> buffers(new T[parts * 2 * N * columns]());
-  auto totals_of = [&](int64_t part) { return buffers.get() + part * 2 * N * columns; };
+  std::unique_ptr<S[]> totals(new S[parts * N * columns]());
+  auto totals_of = [&](int64_t part) { return totals.get() + part * N * columns; };
 
   context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    std::unique_ptr<T[]> scratch(new T[stages_of<Program>() * columns]);
+    std::unique_ptr<T[]> block(new T[N * columns]());
     for (int64_t part = first; part < last; ++part) {
-      T* totals = totals_of(part);
-      T* block = totals + N * columns;
-      Row<T> row(columns, scratch.get(), block);
+      Row<T> row(columns, block.get());
       int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
       for (int64_t index = begin; index < end; ++index) {
         row.move_to(index);
         if constexpr (kRows) program.row(row);
         program.column_sums(row);
-        bool full = (index - begin + 1) % kRowsPerMerge == 0 || index + 1 == end;
-        if (full) merge_buffers(program, totals, block, columns);
+        if ((index - begin + 1) % kRowsPerMerge != 0 && index + 1 != end) continue;
+        merge_buffers(program, totals_of(part), block.get(), columns, 0, columns);
+        std::fill_n(block.get(), N * columns, T(0));
       }
     }
   });
   int64_t grain = std::max<int64_t>(1, kRowwiseGrain / parts);
   context.parallel_for(0, columns, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t part = 1; part < parts; ++part) {
+      merge_buffers(program, totals_of(0), totals_of(part), columns, begin, end);
+    }
     for (int64_t column = begin; column < end; ++column) {
-      Array<T, N> sums;
-      for (int n = 0; n < N; ++n) sums[n] = totals_of(0)[n * columns + column];
-      for (int64_t part = 1; part < parts; ++part) {
-        Array<T, N> other;
-        for (int n = 0; n < N; ++n) other[n] = totals_of(part)[n * columns + column];
-        merge_sums(program, sums, other);
-      }
-      program.finish(column, sums);
+      program.finish(column, column_of<T, N>(totals_of(0), columns, column));
     }
   });
 }

@@ -26,10 +26,12 @@ class LanesOf;
 template <class T, size_t... I, class... Views>
 class LanesOf<T, std::index_sequence<I...>, Views...> {
  public:
-  explicit LanesOf(const Views&... views) : data_{const_cast<void*>(erased(views.data))...} {}
+  explicit LanesOf(const Views&... views)
+      : data_{const_cast<void*>(erased(views.data))...}, next_row_{views.next_row...} {}
 
   void at(int64_t column) {
     column_ = column;
+    (prefetch<I, Views>(), ...);
     (fill<I, Views>(), ...);
   }
   void at(int64_t column, int count) {
@@ -85,6 +87,15 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
     }
   }
 
+  template <size_t K, class View>
+  APEX_HD void prefetch() {
+    if (next_row_[K] == 0) return;
+    const char* next = reinterpret_cast<const char*>(source<K, View>() + next_row_[K]);
+    constexpr int kBytes = kPack * sizeof(typename View::storage);
+#pragma GCC unroll 8
+    for (int b = 0; b < kBytes; b += 64) __builtin_prefetch(next + b, View::kWritten, 2);
+  }
+
   template <size_t K, class View, class... Count>
   APEX_HD void fill(Count... count) {
     if constexpr (View::kRead && kBuffered<View, T>) {
@@ -104,6 +115,7 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   static constexpr bool kAnyBuffered = (kBuffered<Views, T> || ...);
 
   void* data_[sizeof...(Views) + 1];
+  int64_t next_row_[sizeof...(Views) + 1];
   int64_t column_ = 0;
   alignas(64) T buffers_[kAnyBuffered ? sizeof...(Views) : 1][kAnyBuffered ? kPack : 1];
 };

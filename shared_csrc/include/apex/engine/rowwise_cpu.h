@@ -8,6 +8,7 @@
 
 #include "apex/engine/fold_cpu.h"
 #include "apex/engine/lanes_cpu.h"
+#include "apex/engine/sums_cpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -18,18 +19,9 @@ inline constexpr int64_t kRowwiseGrain = 16384;
 inline constexpr int kPacksPerFlush = 64;
 
 template <class T>
-T tree_sum(T (&lanes)[kPack]) {
-  for (int width = kPack / 2; width > 0; width /= 2) {
-    APEX_VECTORIZE
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
-}
-
-template <class T>
 class Row {
  public:
-  Row(int64_t columns, T* scratch, T* sums) : columns_(columns), scratch_(scratch), sums_(sums) {}
+  Row(int64_t columns, T* sums) : columns_(columns), sums_(sums) {}
 
   void move_to(int64_t index) { index_ = index; }
   int64_t index() const { return index_; }
@@ -38,16 +30,16 @@ class Row {
   // This row of a matrix [rows, columns], for reading or writing.
   template <class S>
   ReadView<S> in(const S* matrix) const {
-    return {matrix + index_ * columns_};
+    return {matrix + index_ * columns_, columns_};
   }
   // The same of a matrix whose rows begin `stride` elements apart.
   template <class S>
   ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + index_ * stride};
+    return {matrix + index_ * stride, stride};
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
-    return {matrix + index_ * columns_};
+    return {matrix + index_ * columns_, columns_};
   }
   // A vector [columns] that all rows share.
   template <class S>
@@ -61,29 +53,18 @@ class Row {
     return {view};
   }
 
-  // This row of a matrix, converted once for several passes. Slots count from 0 up to kStages.
+  // This row of a matrix, for several passes. A GPU keeps it converted; here the cache has it, and
+  // converting it again costs less than a converted copy that crowds the cache.
   template <class S>
-  auto stage(int slot, const S* matrix) const {
-    if constexpr (std::is_same_v<S, T>) {
-      (void)slot;
-      return in(matrix);
-    } else {
-      T* into = scratch_ + slot * columns_;
-      each([](T x, T& y) { y = x; }, in(matrix), WriteView<T>{into});
-      return ReadView<T>{into};
-    }
+  auto stage(int, const S* matrix) const {
+    return in(matrix);
   }
 
   // What program.row() staged in this slot, for the column_sums() that follows it in
   // rowwise_colwise().
   template <class S>
-  auto staged(int slot, const S* matrix) const {
-    if constexpr (std::is_same_v<S, T>) {
-      (void)slot;
-      return in(matrix);
-    } else {
-      return ReadView<T>{scratch_ + slot * columns_};
-    }
+  auto staged(int, const S* matrix) const {
+    return in(matrix);
   }
 
   // Sum over the row of functor(values...), which returns T.
@@ -96,34 +77,7 @@ class Row {
   // N sums in one pass; the functor returns Array<T, N>.
   template <int N, class F, class... Views>
   Array<T, N> sums(const F& functor, const Views&... views) const {
-    alignas(64) T lanes[N][kPack] = {};
-    double totals[N] = {};
-    Lanes<T, Views...> pack(views...);
-    int64_t column = 0;
-    int packs = 0;
-    for (; column + kPack <= columns_; column += kPack) {
-      pack.at(column);
-      APEX_VECTORIZE
-      for (int lane = 0; lane < kPack; ++lane) {
-        Array<T, N> terms = pack.call(functor, lane);
-        for (int n = 0; n < N; ++n) lanes[n][lane] += terms[n];
-      }
-      if (++packs == kPacksPerFlush) {
-        flush<N>(lanes, totals);
-        packs = 0;
-      }
-    }
-    if (int count = static_cast<int>(columns_ - column); count > 0) {
-      pack.at(column, count);
-      for (int lane = 0; lane < count; ++lane) {
-        Array<T, N> terms = pack.call(functor, lane);
-        for (int n = 0; n < N; ++n) lanes[n][lane] += terms[n];
-      }
-    }
-    flush<N>(lanes, totals);
-    Array<T, N> result;
-    for (int n = 0; n < N; ++n) result[n] = static_cast<T>(totals[n]);
-    return result;
+    return sums(std::make_index_sequence<N>{}, functor, views...);
   }
 
   // Largest functor(values...) of the row; -inf without columns, NaN if any value is NaN.
@@ -208,47 +162,62 @@ class Row {
   }
 
  private:
-  template <int N>
-  static void flush(T (&lanes)[N][kPack], double (&totals)[N]) {
-    for (int n = 0; n < N; ++n) {
-      totals[n] += tree_sum(lanes[n]);
-      std::fill(lanes[n], lanes[n] + kPack, T(0));
+  template <size_t... I, class F, class... Views>
+  Array<T, sizeof...(I)> sums(std::index_sequence<I...>, const F& functor,
+                              const Views&... views) const {
+    LaneSums<T> lanes[sizeof...(I)];
+    double totals[sizeof...(I)] = {};
+    alignas(64) T terms[sizeof...(I)][kPack];
+    Lanes<T, Views...> pack(views...);
+    int64_t packed = columns_ - columns_ % kPack;
+    for (int64_t begin = 0; begin < packed; begin += kPack * kPacksPerFlush) {
+      int64_t end = std::min(packed, begin + kPack * kPacksPerFlush);
+      for (int64_t column = begin; column < end; column += kPack) {
+        pack.at(column);
+        APEX_VECTORIZE
+        for (int lane = 0; lane < kPack; ++lane) {
+          Array<T, sizeof...(I)> term = pack.call(functor, lane);
+          ((terms[I][lane] = term[I]), ...);
+        }
+        (lanes[I].add(terms[I]), ...);
+      }
+      ((totals[I] += lanes[I].take()), ...);
     }
+    if (int count = static_cast<int>(columns_ - packed); count > 0) {
+      pack.at(packed, count);
+      for (int lane = 0; lane < kPack; ++lane) {
+        Array<T, sizeof...(I)> term{};
+        if (lane < count) term = pack.call(functor, lane);
+        ((terms[I][lane] = term[I]), ...);
+      }
+      (lanes[I].add(terms[I]), ...);
+      ((totals[I] += lanes[I].take()), ...);
+    }
+    return {{static_cast<T>(totals[I])...}};
   }
 
   template <int N, class F, class P>
-  void accumulate_lanes(const F& functor, P& pack, int64_t column, int count) const {
+  APEX_HD void accumulate_lanes(const F& functor, P& pack, int64_t column, int count) const {
     T* base = sums_ + column;
-    alignas(64) T lanes[N][kPack];
-    for (int n = 0; n < N; ++n) load_some(base + n * columns_, lanes[n], count);
     APEX_VECTORIZE
     for (int lane = 0; lane < count; ++lane) {
       Array<T, N> sums;
-      for (int n = 0; n < N; ++n) sums[n] = lanes[n][lane];
+      for (int n = 0; n < N; ++n) sums[n] = base[n * columns_ + lane];
       pack.call_into(functor, sums, lane);
-      for (int n = 0; n < N; ++n) lanes[n][lane] = sums[n];
+      for (int n = 0; n < N; ++n) base[n * columns_ + lane] = sums[n];
     }
-    for (int n = 0; n < N; ++n) store_some(base + n * columns_, lanes[n], count);
   }
 
   int64_t index_ = 0, columns_;
-  T* scratch_;  // [kStages, columns]
-  T* sums_;     // [kSums, columns] of this thread, or null
+  T* sums_;  // [kSums, columns] of this thread, or null
 };
-
-template <class Program>
-constexpr int stages_of() {
-  if constexpr (requires { Program::kStages; }) return Program::kStages;
-  return 0;
-}
 
 template <class Context, class Program>
 void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   int64_t grain = std::max<int64_t>(1, kRowwiseGrain / std::max<int64_t>(columns, 1));
   context.parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    std::unique_ptr<T[]> scratch(new T[stages_of<Program>() * columns]);
-    Row<T> row(columns, scratch.get(), nullptr);
+    Row<T> row(columns, nullptr);
     for (int64_t index = begin; index < end; ++index) {
       row.move_to(index);
       program.row(row);

@@ -10,7 +10,8 @@ template <class S>
 struct ReadView {
   using storage = S;
   static constexpr bool kRead = true, kWritten = false;
-  const S* data;  // [columns]
+  const S* data;         // [columns]
+  int64_t next_row = 0;  // elements to the next row, which the CPU prefetches; 0 without one
 };
 
 template <class S>
@@ -18,6 +19,7 @@ struct WriteView {
   using storage = S;
   static constexpr bool kRead = false, kWritten = true;
   S* data;  // [columns]
+  int64_t next_row = 0;
 };
 
 // A view whose packs the CPU converts ahead of the loop over lanes instead of within it. That pays
