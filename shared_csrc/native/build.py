@@ -47,6 +47,8 @@ def digest(op: Op, target: Target) -> str:
     """Changes whenever a rebuild could give another library."""
     state = hashlib.sha256()
     files = sorted(op.folder.glob("*.cpp")) + sorted(op.folder.glob("*.h"))
+    if target.backend == "emu":
+        files += sorted(toolchain.EMULATION.glob("*.cpp"))
     for path in files + sorted(toolchain.INCLUDE.rglob("*.h")):
         state.update(path.name.encode())
         state.update(path.read_bytes())
@@ -99,6 +101,24 @@ def _stub_rules(target: Target) -> list[str]:
     ]
 
 
+def _emulator_rules() -> list[str]:
+    source = toolchain.EMULATION / "runtime.cpp"
+    if not source.is_file():
+        raise BuildError(
+            "APEX_EMULATE is set, but the emulated GPU is a tool for tests that no wheel brings. "
+            "Unset it, or work in a checkout."
+        )
+    cxx = _escape(toolchain.find_cxx())
+    return [
+        "rule emulator",
+        f"  command = {cxx} {' '.join(toolchain.emulator_flags())} -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        f"build emulator.o: emulator {_escape(source)}",
+        "",
+    ]
+
+
 def _write_ninja(ops: list[Op], targets: list[Target], folder: Path) -> None:
     lines = ["ninja_required_version = 1.8", ""]
     for target in targets:
@@ -110,6 +130,9 @@ def _write_ninja(ops: list[Op], targets: list[Target], folder: Path) -> None:
                 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
             )
         objects = []
+        if target.backend == "emu":
+            lines += _emulator_rules()
+            objects.append("emulator.o")
         for op in ops:
             objects.append(f"{op.name}.{target.name}.o")
             lines.append(

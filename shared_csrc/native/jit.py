@@ -33,6 +33,8 @@ def is_forbidden() -> bool:
 
 def target_of(device_type: str) -> Target:
     """The best target for a device of this machine."""
+    if device_type == "cpu" and targets.is_emulating():
+        return Target("emu")
     if device_type == "cpu":
         return Target("cpu", targets.supported_cpu_levels()[0])
     import torch
@@ -61,6 +63,12 @@ def can_build(target: Target) -> bool:
     return True
 
 
+def library_path(op: Op, target: Target, *, package: str) -> Path:
+    """Where the op's library for a target lies in the cache once it is built."""
+    name = f"{package.replace('.', '_')}-{op.name}-{digest(op, target)}"
+    return cache_folder() / name / f"{target.name}.so"
+
+
 def build_op(op: Op, target: Target, *, package: str) -> Path:
     """The op's library for a target, from the cache or freshly built.
 
@@ -80,8 +88,8 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
             f"{package}: {op.name} has no prebuilt library for {target.name}, and its source "
             f"{op.source} is missing. Reinstall the package."
         )
-    folder = cache_folder() / f"{package.replace('.', '_')}-{op.name}-{digest(op, target)}"
-    library = folder / f"{target.name}.so"
+    library = library_path(op, target, package=package)
+    folder = library.parent
     if library.is_file():
         return library
     from filelock import FileLock, Timeout

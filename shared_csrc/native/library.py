@@ -98,6 +98,8 @@ class OpLibrary:
             if (op.name, device_type) in self._loaded:
                 return
             path = self._prebuilt(op, device_type)
+            if device_type == "cpu" and targets.is_emulating():
+                logger.warning("%s: %s runs on the emulated GPU.", self.package, op.name)
             if path is None:
                 path = jit.build_op(op, jit.target_of(device_type), package=self.package)
             if path not in self._opened:
@@ -108,6 +110,8 @@ class OpLibrary:
     def _prebuilt(self, op: Op, device_type: str) -> Path | None:
         """The wheel's own library with this op for this device, or None."""
         wanted = jit.target_of(device_type)
+        if wanted.backend == "emu":
+            return None
         for entry in self.manifest().get("libraries", []):
             if entry["backend"] != wanted.backend or op.name not in entry["ops"]:
                 continue

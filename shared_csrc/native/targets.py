@@ -26,7 +26,7 @@ class Target:
     """What a kernel library is compiled for.
 
     Args:
-        backend: ``"cpu"``, ``"cuda"`` or ``"hip"``.
+        backend: ``"cpu"``, ``"cuda"``, ``"hip"``, or ``"emu"``: GPU kernels on the host, for tests.
         level: ISA level of a CPU library, ``"baseline"`` on a GPU.
         archs: GPU architectures such as ``("sm_90", "sm_100")`` or ``("gfx90a",)``.
     """
@@ -39,6 +39,17 @@ class Target:
     def name(self) -> str:
         """The file name stem of this target's library, such as ``cpu-x86-64-v3``."""
         return f"cpu-{self.level}" if self.backend == "cpu" else self.backend
+
+
+def is_emulating() -> bool:
+    """Whether ``APEX_EMULATE`` asks for GPU kernels, emulated on the host, for CPU tensors.
+
+    It gives the number of lanes of a warp, 32 or 64. A tool for tests, in a checkout only.
+    """
+    lanes = os.environ.get("APEX_EMULATE", "")
+    if lanes not in ("", "32", "64"):
+        raise ValueError(f"APEX_EMULATE must be 32 or 64 (lanes of a warp), got {lanes!r}.")
+    return lanes != ""
 
 
 def is_x86() -> bool:

@@ -21,6 +21,30 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 _COMMON = ("-std=c++20", "-O3", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}")
 # Never -ffast-math: inf and nan must propagate. These two only drop errno and FP exceptions flags.
 _CPU_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+# The emulated GPU is told of every access and every undefined operation; see its documentation.
+EMULATION = INCLUDE / "apex" / "emulation"
+_EMULATED_FLAGS = (
+    "-DAPEX_EMULATE",
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+    "-fsanitize=signed-integer-overflow,integer-divide-by-zero,shift,bounds,alignment,bool,enum,"
+    "float-cast-overflow,unreachable,return,vla-bound",
+)
+# Calls that go to the emulator first, with which it learns of an op's tensors and of long copies.
+_WRAPPED = (
+    "memcpy",
+    "memmove",
+    "memset",
+    "aoti_torch_get_data_ptr",
+    "torch_get_mutable_data_ptr",
+    "torch_get_const_data_ptr",
+    "aoti_torch_aten_new_empty",
+    "aoti_torch_empty_strided",
+    "aoti_torch_new_tensor_handle",
+    "aoti_torch_delete_tensor_object",
+    "torch_call_dispatcher",
+    "aoti_torch_call_dispatcher",
+)
 
 
 def torch_root() -> Path:
@@ -113,7 +137,7 @@ def find_hipcc() -> str | None:
 
 def compiler_for(backend: str) -> str:
     """The compiler of a backend; raises :class:`BuildError` with the remedy if there is none."""
-    if backend == "cpu":
+    if backend in ("cpu", "emu"):
         return find_cxx()
     if backend == "cuda":
         compiler = find_nvcc()
@@ -146,6 +170,9 @@ def compile_flags(target: Target) -> list[str]:
         if target.level == "x86-64-v4":
             flags.append("-mprefer-vector-width=512")
         return [*flags, f"-DAPEX_ISA={target.level.replace('-', '_')}"]
+    if target.backend == "emu":
+        quiet = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")  # "unroll" is for GPU compilers
+        return [*_COMMON, *_CPU_FLAGS, *quiet, "-O1", "-g1", *_EMULATED_FLAGS]
     if target.backend == "cuda":
         flags = [
             *_COMMON,
@@ -165,13 +192,25 @@ def compile_flags(target: Target) -> list[str]:
     return [*flags, *(f"--offload-arch={arch}" for arch in target.archs)]
 
 
+def emulator_flags() -> list[str]:
+    """How the emulator itself is compiled: without the checks that it is there to make."""
+    own = ("-O2", "-g1", "-U_FORTIFY_SOURCE", "-DAPEX_EMULATE_TENSORS", f"-I{INCLUDE}")
+    return ["-std=c++20", *_CPU_FLAGS, "-Wall", "-Wextra", *own]
+
+
 def include_flags(target: Target) -> list[str]:
     torch_include = torch_root() / "include"
     flags = [f"-I{INCLUDE}"]
-    if target.backend == "hip" and not shutil.which("rocminfo"):
+    if target.backend == "hip" and not _has_thrust(Path(compiler_for("hip"))):
         # Debian's hipcc has no Thrust; torch's headers only name its complex type.
         flags.append(f"-isystem {INCLUDE / 'apex' / 'compat'}")
     return [*flags, f"-isystem {torch_include}"]
+
+
+def _has_thrust(hipcc: Path) -> bool:
+    """Whether the ROCm that hipcc belongs to brings Thrust, as AMD's does and Debian's does not."""
+    roots = {hipcc.parent.parent, hipcc.resolve().parent.parent}
+    return any((root / "include" / "thrust" / "complex.h").is_file() for root in roots)
 
 
 def path_flags(target: Target, op_folder: Path) -> list[str]:
@@ -189,6 +228,8 @@ def link_flags(target: Target) -> list[str]:
     flags = ["-shared", f"-L{libraries}"]
     if target.backend == "cpu":
         return [*flags, "-Wl,--as-needed", "-ltorch_cpu"]
+    if target.backend == "emu":
+        return [*flags, *(f"-Wl,--wrap={name}" for name in _WRAPPED), "-ltorch_cpu", "-ldl"]
     stub = {"cuda": "torch_cuda", "hip": "torch_hip"}[target.backend]
     if target.backend == "cuda":
         flags += ["--cudart", "static"]

@@ -6,6 +6,19 @@
 
 #include "apex/core/types.h"
 
+// Shared memory of a block: APEX_SHARED(float, tile, [8][32]) declares `float tile[8][32]`. Types
+// have neither constructors nor initializers, and no commas outside of brackets.
+#if defined(APEX_EMU)
+#define APEX_SHARED(type, name, ...) \
+  static const char name##_key = 0;  \
+  auto& name = ::apex::emulation::shared_variable<type __VA_ARGS__>(&name##_key, #name)
+#define APEX_DYNAMIC_SHARED(name) \
+  char* const name = static_cast<char*>(::apex::emulation::dynamic_shared())
+#else
+#define APEX_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
+#define APEX_DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
+#endif
+
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
@@ -18,6 +31,12 @@ template <class T>
 APEX_DEVICE T shuffle_xor(T value, int mask) {
 #if defined(APEX_CUDA)
   return __shfl_xor_sync(0xffffffffu, value, mask, kGroupLanes);
+#elif defined(APEX_EMU)
+  // As CUDA has it where warps are one group, as HIP has it where they are two.
+  if (emulation::warp_width() == kGroupLanes) {
+    return __shfl_xor_sync(0xffffffffu, value, mask, kGroupLanes);
+  }
+  return __shfl_xor(value, mask, kGroupLanes);
 #else
   return __shfl_xor(value, mask, kGroupLanes);
 #endif
@@ -34,6 +53,8 @@ APEX_DEVICE Array<T, N> shuffle_xor(const Array<T, N>& values, int mask) {
 APEX_DEVICE void sync_group() {
 #if defined(APEX_CUDA)
   __syncwarp();
+#elif defined(APEX_EMU)
+  emulation::warp_width() == kGroupLanes ? __syncwarp() : __wave_barrier();
 #else
   __builtin_amdgcn_wave_barrier();  // lanes of a wavefront run in step
 #endif
@@ -66,7 +87,7 @@ template <class T, class Op>
 APEX_DEVICE T reduce_row(T value, Op op) {
   value = reduce_group(value, op);
   if (blockDim.x == kGroupLanes) return value;
-  __shared__ T partials[32];  // at most 1,024 threads, 32 groups
+  APEX_SHARED(T, partials, [32]);  // at most 1,024 threads, 32 groups
   int group = threadIdx.x / kGroupLanes, groups = blockDim.x / kGroupLanes;
   if (threadIdx.x % kGroupLanes == 0) partials[group] = value;
   __syncthreads();
@@ -79,7 +100,11 @@ APEX_DEVICE T reduce_row(T value, Op op) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
             gpu_stream stream, const Arguments&... arguments) {
-  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+#if defined(APEX_EMU)
+  emulation::emulate(kernel, grid, block, shared_bytes, stream, arguments...);
+#else
+  kernel<<<grid, block, shared_bytes, stream> > >(arguments...);
+#endif
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -12,7 +12,9 @@
 // bits.
 #pragma once
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
+#include "apex/core/config.h"
+
+#if defined(APEX_GPU)
 #include "apex/engine/colwise_gpu.h"
 #else
 #include "apex/engine/colwise_cpu.h"

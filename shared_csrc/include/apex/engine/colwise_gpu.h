@@ -60,7 +60,7 @@ class ColumnRow {
 template <class Program, class T>
 __global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
   constexpr int kSums = Program::kSums;
-  __shared__ T shared[kSums][kColwiseThreadsY][kGroupLanes];
+  APEX_SHARED(T, shared, [kSums][kColwiseThreadsY][kGroupLanes]);
   int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
   Array<T, kSums> sums{};

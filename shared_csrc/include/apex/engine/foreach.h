@@ -7,7 +7,9 @@
 // returns an int reports a condition: a non-zero result anywhere sets *functor.flag to 1.
 #pragma once
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
+#include "apex/core/config.h"
+
+#if defined(APEX_GPU)
 #include "apex/engine/foreach_gpu.h"
 #else
 #include "apex/engine/foreach_cpu.h"

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kForeachThreads)
     foreach_kernel(ForeachBatch<sizeof...(Columns)> batch, F functor) {
   using Kernel = ForeachKernel<Prepared, N, std::index_sequence_for<Columns...>, Columns...>;
   // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
-  __shared__ RawStorage<Prepared> shared;
+  APEX_SHARED(RawStorage<Prepared>, shared);
   if (skipped(functor)) return;  // the same for all threads: nobody waits at the barrier
   if (threadIdx.x == 0) *reinterpret_cast<Prepared*>(shared.bytes) = prepared(functor);
   __syncthreads();

@@ -20,6 +20,8 @@
 
 #include <cstdint>
 
+#include "apex/core/config.h"
+
 namespace apex {
 
 // Elements per partial result.
@@ -27,7 +29,7 @@ inline constexpr int64_t kReduceChunk = 65536;
 
 }  // namespace apex
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
+#if defined(APEX_GPU)
 #include "apex/engine/foreach_reduce_gpu.h"
 #else
 #include "apex/engine/foreach_reduce_cpu.h"

@@ -18,7 +18,9 @@
 // Programs are copied to the GPU by value: members are pointers and numbers.
 #pragma once
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
+#include "apex/core/config.h"
+
+#if defined(APEX_GPU)
 #include "apex/engine/rowwise_gpu.h"
 #else
 #include "apex/engine/rowwise_cpu.h"

@@ -243,7 +243,7 @@ template <class Program>
 __global__ void __launch_bounds__(kRowwiseThreads)
     rowwise_kernel(int64_t rows, int64_t columns, int64_t scratch_stride, Program program) {
   using T = typename Program::value_type;
-  extern __shared__ __align__(16) char dynamic_shared[];
+  APEX_DYNAMIC_SHARED(dynamic_shared);
   T* scratch = nullptr;
   if (scratch_stride > 0) {
     scratch =

@@ -44,12 +44,20 @@ constexpr ScalarType scalar_type_of() {
   return ScalarType::Long;
 }
 
+// An emulated GPU calls memory by its operand's name.
+inline void* named(void* data, [[maybe_unused]] const char* name) {
+#if defined(APEX_EMU)
+  emulation::name_operand(data, name);
+#endif
+  return data;
+}
+
 // Memory of `tensor` as elements of S, after a check that it holds those.
 template <class S>
 S* data(const Tensor& tensor, const char* name) {
   check(tensor.scalar_type() == scalar_type_of<S>(), name, " must be ",
         dtype_name(scalar_type_of<S>()), ", got ", dtype_name(tensor.scalar_type()), ".");
-  return static_cast<S*>(tensor.data_ptr());
+  return static_cast<S*>(named(tensor.data_ptr(), name));
 }
 
 // Memory of a tensor that holds one number of type S on the device of `like`: a flag, a learning
@@ -63,7 +71,7 @@ S* number_near(const char* op, const char* name, const Tensor& number, const Ten
          " number on the device of the tensors (", describe(like), "), got ", describe(number),
          ".");
   }
-  return static_cast<S*>(number.data_ptr());
+  return static_cast<S*>(named(number.data_ptr(), name));
 }
 
 }  // namespace APEX_BACKEND_NS

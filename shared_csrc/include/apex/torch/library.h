@@ -9,7 +9,7 @@
 
 #include "apex/core/config.h"
 
-#if defined(APEX_GPU)
+#if defined(APEX_GPU) && !defined(APEX_EMU)
 #define APEX_DISPATCH_KEY CUDA  // torch's name for ROCm devices, too
 #else
 #define APEX_DISPATCH_KEY CPU

@@ -106,6 +106,9 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
         check_pair(op, first, list, i, references[column].dtype, references[0].device_index);
       }
       table.data.push_back(facts.data);
+#if defined(APEX_EMU)
+      emulation::name_operand(facts.data, std::string(list.name) + "[" + std::to_string(i) + "]");
+#endif
       ++column;
     }
     if (numel > 0 || empty == Empty::kKeep) {

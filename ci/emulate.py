@@ -1,0 +1,111 @@
+"""Run the packages' device tests on the emulated GPU, warps of 32 and of 64 lanes.
+
+python ci/emulate.py [PYTEST ARGUMENTS]
+
+Every op that is found is compiled for the emulator (docs/guides/gpu-without-a-gpu.md) and serves
+the tests' CPU tensors. Of every test function a few cases run; a case whose operands are too large
+to emulate is skipped with that reason. Planted bugs show that the emulator finds what it claims.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "shared_csrc"))
+
+from native import jit  # noqa: E402
+from native.build import Op, build, find_ops  # noqa: E402
+from native.targets import Target  # noqa: E402
+
+WORK = ROOT / ".nox" / "emulated"
+CASES_PER_TEST = 4
+# Emulation takes up to 5 us per element; this keeps a launch below a second or two.
+MAX_OPERAND_BYTES = 512 << 10
+# Lanes of a warp, and the seed of the order in which threads run. Each launch is repeated in a
+# second order, which must give the same bits.
+RUNS = ({"APEX_EMULATE": "32"}, {"APEX_EMULATE": "64", "APEX_EMULATE_SEED": "7"})
+ORDERS = "2"
+PLANTED = "shared_csrc/tests/emulation"
+
+
+def main(*arguments: str) -> None:
+    start = time.monotonic()
+    cores = str(len(os.sched_getaffinity(0)))
+    os.environ |= {"APEX_CACHE_DIR": str(WORK / "cache"), "MAX_JOBS": "1"}
+    ops = list(all_ops())
+    with ThreadPoolExecutor(int(cores)) as pool:
+        list(pool.map(build_op, ops))
+    print(f"{len(ops)} ops built in {time.monotonic() - start:.0f} s", flush=True)
+    tests = [f"packages/{package.name}/tests" for package in packages()]
+    options = [
+        "-q",
+        "-rs",
+        "-n",
+        cores,
+        "-o",
+        "apex_threads=1",
+        "-p",
+        "ci.sampling",
+        "-p",
+        "ci.emulate",
+    ]
+    options += ["--cases-per-test", str(CASES_PER_TEST), "--device-tests-only", "--device", "cpu"]
+    codes = [run_pytest({}, "-q", "-n", cores, PLANTED)] if not arguments else []
+    for run in RUNS:
+        print(f"warps of {run['APEX_EMULATE']} lanes", flush=True)
+        codes.append(run_pytest(run, *options, *(arguments or tests)))
+    print(f"emulated in {time.monotonic() - start:.0f} s")
+    sys.exit(max(codes))
+
+
+def packages() -> list[Path]:
+    return sorted((ROOT / "packages").iterdir())
+
+
+def all_ops():
+    """Yield every op of every package, with the package's name for messages and for the cache."""
+    for package in packages():
+        for op in find_ops(package / "src"):
+            yield package.name.replace("-", "."), op
+
+
+def build_op(named: tuple[str, Op]) -> None:
+    """Compile in a folder that is kept, so that ninja repeats little; then fill the cache."""
+    package, op = named
+    target = Target("emu")
+    built = build([op], [target], WORK / package / op.name, package=package)[target]
+    library = jit.library_path(op, target, package=package)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(built, library)
+
+
+def run_pytest(environment: dict[str, str], *arguments: str) -> int:
+    limits = {"APEX_EMULATE_MAX_BYTES": str(MAX_OPERAND_BYTES), "APEX_EMULATE_ORDERS": ORDERS}
+    if not environment:
+        limits = {}
+    command = [sys.executable, "-m", "pytest", "--timeout", "300", *arguments]
+    variables = {**os.environ, **limits, **environment, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
+
+
+# What follows is a pytest plugin, see `options`.
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.excinfo is not None and "emulated GPU: too large" in str(call.excinfo.value):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1], str(call.excinfo.value))
+    return report
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

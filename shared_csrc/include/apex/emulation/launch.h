@@ -1,0 +1,64 @@
+// Launching on the emulated GPU, and telling it which memory kernels may use.
+#pragma once
+
+#include <string>
+#include <tuple>
+
+#include "apex/emulation/device.h"
+
+namespace apex::emulation {
+
+struct Launch {
+  void (*invoke)(const void* call);
+  const void* call;  // holds the parameters, which kernels may read
+  size_t call_bytes;
+  size_t parameter_bytes;  // as a GPU counts them
+  const void* kernel;      // the function, for its name
+  dim3 grid, block;
+  size_t shared_bytes;
+  Stream* stream;
+};
+
+// Runs every block; raises std::runtime_error with a report of the first fault.
+void run(const Launch& launch);
+
+// The only stream, there while an op has a context: a launch without one is a fault.
+Stream* open_stream();
+void close_stream();
+
+// Memory that kernels may use until it is released. What is fresh must be written before it is
+// read.
+enum class Content { kValues, kFresh };
+void add_operand(const void* data, size_t bytes, size_t element_bytes, const std::string& name,
+                 Content content);
+void release_operand(const void* data);
+// Raises where a fresh operand has bytes that no kernel wrote.
+void check_written(const void* data);
+// The name of a tensor that the op has asked the address of, for reports.
+void name_operand(const void* data, const std::string& name);
+
+template <class... Parameters>
+struct Call {
+  void (*kernel)(Parameters...);
+  std::tuple<Parameters...> parameters;
+
+  static void invoke(const void* call) {
+    const Call& self = *static_cast<const Call*>(call);
+    std::apply(self.kernel, self.parameters);
+  }
+};
+
+template <class... Parameters, class... Arguments>
+void emulate(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+             Stream* stream, const Arguments&... arguments) {
+  Call<Parameters...> call{kernel, {arguments...}};
+  size_t parameter_bytes = 0;
+  ((parameter_bytes =
+        (parameter_bytes + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) +
+        sizeof(Parameters)),
+   ...);
+  run({&Call<Parameters...>::invoke, &call, sizeof(call), parameter_bytes,
+       reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream});
+}
+
+}  // namespace apex::emulation
