@@ -43,6 +43,7 @@ def measure(file: Path) -> None:
         kind = "tuned" if malloc else "stock"
         print(f"\n{name}: {threads} threads, {kind} malloc", flush=True)
         settings = {"OMP_NUM_THREADS": str(threads), "APEX_BENCH_JSON": str(partial), **malloc}
+        settings["APEX_BENCH_DEVICE"] = "cpu"  # of a GPU: ci/gpu.py
         run([sys.executable, str(file)], settings)
     results = RESULTS / f"{name}.jsonl"
     partial.replace(results)

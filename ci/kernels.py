@@ -1,46 +1,134 @@
 """Compile every op of every package for a GPU backend; no GPU is needed, and nothing is run.
 
 python ci/kernels.py cuda|hip ARCHITECTURE...
+
+For one CUDA architecture, `evidence` in ci/matrix.toml, it also shows what the kernels take:
+registers, shared memory, spills, and whether the engines move 16 bytes at a time. Figures of every
+kernel go to .nox/kernels/cuda/kernels.json. A spill or a narrow kernel fails the run unless
+ci/accepted_kernels.toml names it.
 """
 
+import json
+import os
 import re
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "shared_csrc"))
+sys.path[:0] = [str(ROOT / "shared_csrc"), str(ROOT)]
 
-from native.build import build, find_ops  # noqa: E402
+from native.build import Op, build, find_ops  # noqa: E402
 from native.errors import BuildError  # noqa: E402
 from native.targets import Target  # noqa: E402
+
+from ci import ptxas, sass  # noqa: E402
+from ci.workspace import MATRIX, tomllib  # noqa: E402
 
 # Torch's and the toolkits' own headers are compiled with -isystem, so what is left is ours.
 WARNING = re.compile(r"\bwarning\b", re.IGNORECASE)
 # Of these, no one can do anything in a kernel's source.
 NOISE = re.compile(r"\d+ warnings? generated|argument unused during compilation")
 
+OUTPUT = ROOT / ".nox" / "kernels"
+EVIDENCE_ARCH = MATRIX["cuda"]["evidence"]
+
 
 def main(backend: str, *archs: str) -> None:
-    target = Target(backend, archs=archs)
-    failures = []
+    shows_evidence = backend == "cuda" and EVIDENCE_ARCH in archs
+    if shows_evidence:
+        os.environ.update(ptxas.VERBOSE)
+    failures, found = [], {}
     for package in sorted((ROOT / "packages").iterdir()):
         ops = find_ops(package / "src")
         if not ops:
             continue
         start = time.monotonic()
-        folder = ROOT / ".nox" / "kernels" / backend / package.name
+        folder = OUTPUT / backend / package.name
         try:
-            build(ops, [target], folder, package=package.name)
+            warnings = compile_ops(ops, Target(backend, archs=archs), folder, package.name)
         except BuildError as error:
             failures.append(str(error))
             continue
-        warnings = worth_reading((folder / "build.log").read_text())
         failures += [f"{package.name}: {line}" for line in warnings]
         names = ", ".join(op.name for op in ops)
         print(f"{package.name}: {names} in {time.monotonic() - start:.0f} s", flush=True)
+        if shows_evidence:
+            found |= evidence(ops, folder)
+    if found:
+        failures += judge(found)
     if failures:
         sys.exit("\n".join(["", *failures]))
+
+
+def compile_ops(ops: list[Op], target: Target, folder: Path, package: str) -> list[str]:
+    """Build a package's ops; return the compiler's warnings."""
+    record = folder / "resources.json"
+    known = json.loads(record.read_text()) if record.is_file() else {}
+    shows_evidence = os.environ.get("NVCC_APPEND_FLAGS") == ptxas.VERBOSE["NVCC_APPEND_FLAGS"]
+    for op in ops:
+        if target.backend == "cuda" and shows_evidence and not known.get(op.name):
+            # An object of an earlier run that kept no figures would not be compiled again.
+            (folder / f"{op.name}.{target.name}.o").unlink(missing_ok=True)
+    log = folder / "build.log"
+    try:
+        build(ops, [target], folder, package=package)
+    finally:
+        text = log.read_text() if log.is_file() else ""
+        known |= ptxas.of_ops(text, EVIDENCE_ARCH)
+        record.write_text(json.dumps(known, indent=1))
+    return worth_reading(text)
+
+
+def evidence(ops: list[Op], folder: Path) -> dict[str, dict]:
+    """Return, by op, the resources and memory accesses of its kernels."""
+    known = json.loads((folder / "resources.json").read_text())
+    return {
+        f"{folder.name}/{op.name}": {
+            "op": op.name,
+            "resources": known[op.name],
+            "accesses": sass.of_library(folder / f"{op.name}.cuda.o", EVIDENCE_ARCH),
+        }
+        for op in ops
+    }
+
+
+def judge(found: dict[str, dict]) -> list[str]:
+    """Print the table, write all figures, and return what is wrong with them."""
+    (OUTPUT / "cuda" / "kernels.json").write_text(json.dumps(found, indent=1))
+    print(table(found))
+    accepted = tomllib.loads((ROOT / "ci" / "accepted_kernels.toml").read_text())
+    spills, narrow = accepted.get("spill", []), accepted.get("narrow", [])
+    complaints = []
+    for op in found.values():
+        complaints += ptxas.unaccepted_spills(op["op"], op["resources"], spills)
+        complaints += sass.narrow_kernels(op["op"], op["accesses"], narrow)
+    present = [(op["op"], kernel["kernel"]) for op in found.values() for kernel in op["resources"]]
+    for entry in [*spills, *narrow]:
+        if not entry.get("reason"):
+            complaints.append(f"ci/accepted_kernels.toml: {entry['kernel']} has no reason")
+        if not any(ptxas.names(entry, *kernel) for kernel in present):
+            complaints.append(f"ci/accepted_kernels.toml: there is no kernel {entry['kernel']}")
+    return complaints
+
+
+def table(found: dict[str, dict]) -> str:
+    """Return a row per op with its worst figures."""
+    title = f"op, {EVIDENCE_ARCH}"
+    heads = ("kernels", "registers", "shared B", "spilled B", "16-byte loads", "and stores")
+    lines = [f"{title:<44}" + "".join(f"{head:>15}" for head in heads)]
+    for name, op in found.items():
+        kernels = op["resources"]
+        figures = [
+            len(kernels),
+            max(k["registers"] for k in kernels),
+            max(k["shared_bytes"] for k in kernels),
+            max(k["spill_store_bytes"] + k["spill_load_bytes"] for k in kernels),
+            *(sum(a[f"wide_{what}"] > 0 for a in op["accesses"]) for what in ("loads", "stores")),
+        ]
+        lines.append(f"{name:<44}" + "".join(f"{figure:>15}" for figure in figures))
+    lines.append("The last two columns count kernels that have such instructions.")
+    return "\n".join(lines)
 
 
 def worth_reading(log: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Oracles, fixtures, grids and the benchmark runner of Apex's tests; never part of a wheel."""
 
 from .accuracy import assert_as_accurate_as
+from .devices import runs_gpu_kernels
 from .grids import FLOATS, HALVES, LAYOUTS, SHAPES
 from .opcheck import assert_compiles, opcheck_samples
 
@@ -12,4 +13,5 @@ __all__ = [
     "assert_as_accurate_as",
     "assert_compiles",
     "opcheck_samples",
+    "runs_gpu_kernels",
 ]

@@ -23,10 +23,17 @@ OURS = "apex"  # the contestant that the others are compared with
 MAX_OTHER_LOAD = 0.12  # of a core; a busier attempt is repeated
 MAX_ATTEMPTS = 3
 _WARM_UP_CALLS = 3
+_LOOP_SAMPLES, _LOOP_CALLS = 5, 20  # whose launches overlap with the work of those before
 _SAMPLE_SECONDS = 500e-6  # a sample repeats a quick contestant until it lasts about this long
-_CASE_SECONDS = 2.0  # all contestants' samples together, unless `repeats` is given
+_CASE_SECONDS = float(os.environ.get("APEX_BENCH_SECONDS", "2"))  # unless `repeats` is given
 _MIN_SAMPLES, _MAX_SAMPLES = 9, 300
 _COPY_BYTES = 256 << 20  # beyond any cache
+
+
+def chosen_device() -> str:
+    """Return what benchmarks run on: APEX_BENCH_DEVICE, else cuda where there is one, else cpu."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return os.environ.get("APEX_BENCH_DEVICE") or default
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,23 @@ def compare(
         bytes_moved: each input read once, each output written once, in bytes per call. With it
             the row shows GB/s and the fraction of the bandwidth of a copy in the same process.
         repeats: rounds; default: as many as fill two seconds, 9 to 300.
-        device: "cpu" (wall clock) or "cuda" (CUDA events).
+        device: "cpu" (wall clock) or "cuda" (CUDA events). On a GPU a sample is one call on cold
+            caches, which 256 MiB of other memory were written through before; the time of a call
+            in a loop, launch and Python included and caches warm, is measured beside it.
         contestants: callables without arguments. ``apex`` is ours; ratios are peer's time / ours.
 
     Returns:
         One record per contestant: op, case, contestant, median_us, low_us, high_us (10th and 90th
-        percentile), samples, ratio, gb_per_s, copy_fraction, bytes_moved, others_cores,
-        steal_cores, attempts, is_noisy, and the machine's facts. Appended to the file that
-        APEX_BENCH_JSON names, one JSON object a line.
+        percentile), samples, ratio, loop_us, loop_ratio (on a GPU), gb_per_s, copy_fraction,
+        bytes_moved, others_cores, steal_cores, attempts, is_noisy, and the machine's facts.
+        Appended to the file that APEX_BENCH_JSON names, one JSON object a line.
     """
     if not contestants:
         raise ValueError(f"compare: {op}, {case}: no contestant was given")
-    timer = _time_cuda if torch.device(device).type == "cuda" else _time_cpu
+    is_gpu = torch.device(device).type == "cuda"
+    timer = _time_cuda_cold if is_gpu else _time_cpu
     timings, load, attempts = _quietest(contestants, repeats, timer)
+    loop_us = {name: _loop_us(f) if is_gpu else None for name, f in contestants.items()}
     copy = copy_bandwidth(device) if bytes_moved else None
     ours = timings.get(OURS)
     records = []
@@ -84,6 +95,8 @@ def compare(
                 "contestant": name,
                 **vars(timing),
                 "ratio": timing.median_us / ours.median_us if ours else None,
+                "loop_us": loop_us[name],
+                "loop_ratio": loop_us[name] / loop_us[OURS] if is_gpu and ours else None,
                 "bytes_moved": bytes_moved,
                 "gb_per_s": speed,
                 "copy_gb_per_s": copy,
@@ -160,6 +173,38 @@ def _time_cuda(function: Callable, calls: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / calls * 1e-3
+
+
+@cache
+def _cold_buffer() -> torch.Tensor:
+    return torch.empty(_COPY_BYTES, dtype=torch.int8, device="cuda")
+
+
+def _time_cuda_cold(function: Callable, calls: int) -> float:
+    """Return seconds per call, each between two events of its own and on cold caches."""
+    total_ms = 0.0
+    for _ in range(calls):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _cold_buffer().zero_()
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        total_ms += start.elapsed_time(end)
+    return total_ms / calls * 1e-3
+
+
+def _loop_us(function: Callable) -> float:
+    """Return microseconds per call in a loop as a program has it: the slower of host and GPU."""
+    samples = []
+    for _ in range(_LOOP_SAMPLES):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(_LOOP_CALLS):
+            function()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter_ns() - start) / _LOOP_CALLS * 1e-3)
+    return statistics.median(samples)
 
 
 @cache

@@ -66,6 +66,9 @@ def format_row(record: dict) -> str:
         f"{record['copy_fraction']:>5.2f} of copy" if record["copy_fraction"] else " " * 13,
         f"{record['ratio']:>7.2f}x" if record["ratio"] else " " * 8,
     ]
+    if record.get("loop_us"):
+        times = f"{record['loop_ratio']:.2f}x" if record["loop_ratio"] else ""
+        parts.append(f"in a loop {record['loop_us']:>9.1f} us {times:>7}")
     if record["is_noisy"]:
         taken = record["others_cores"] + record["steal_cores"]
         parts.append(f"  ! others took {taken:.2f} of a core")
@@ -100,6 +103,31 @@ def table(path: Path) -> str:
             shown = machine
         lines.append(format_row(record))
     return "\n".join(lines)
+
+
+def markdown(records: list[dict]) -> str:
+    """Return records of a GPU as a Markdown table, a row per case: ours, and times of the peers."""
+    cases: dict[tuple, list[dict]] = {}
+    for record in records:
+        cases.setdefault((record["op"], record["case"]), []).append(record)
+    lines = [
+        "| op | case | apex, us | of copy bandwidth | peers' time / ours (in a loop) |",
+        "|---|---|---:|---:|---|",
+    ]
+    for (op, case), rows in cases.items():
+        ours = next((r for r in rows if r["contestant"] == "apex"), None)
+        peers = ", ".join(_peer(r) for r in rows if r["contestant"] != "apex")
+        fraction = f"{ours['copy_fraction']:.0%}" if ours and ours["copy_fraction"] else ""
+        time_us = f"{ours['median_us']:.1f}" if ours else ""
+        lines.append(f"| {op} | {case} | {time_us} | {fraction} | {peers} |")
+    return "\n".join(lines)
+
+
+def _peer(record: dict) -> str:
+    if not record["ratio"]:
+        return f"{record['contestant']} {record['median_us']:.1f} us"
+    loop = f" ({record['loop_ratio']:.2f})" if record.get("loop_ratio") else ""
+    return f"{record['contestant']} {record['ratio']:.2f}{loop}"
 
 
 def plot(source: Path, target: Path) -> None:

@@ -31,6 +31,12 @@ def pytest_addoption(parser):
         help=f"run device tests on this device only ({', '.join(DEVICES)}; repeat for several); "
         "default: the apex_devices ini value, or every device that is there",
     )
+    group.addoption(
+        "--device-tests-only",
+        action="store_true",
+        help="leave out tests that would run the same without the devices: those that neither use "
+        "the `device` fixture nor need a GPU",
+    )
     parser.addini("apex_devices", "devices that device tests run on", type="args", default=[])
     parser.addini("apex_threads", "torch threads of the test process", default="2")
 
@@ -104,12 +110,21 @@ def _threads_restored():
         torch.set_num_threads(threads)
 
 
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--device-tests-only"):
+        return
+    kept = [i for i in items if "device" in i.fixturenames or i.get_closest_marker("needs_gpus")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
 def pytest_runtest_setup(item):
     for marker in item.iter_markers("needs_gpus"):
         count = marker.args[0] if marker.args else 1
         present = torch.cuda.device_count()
         if present < count:
-            pytest.skip(f"needs {count} GPUs, {present} present")
+            needed = "a CUDA GPU" if count == 1 else f"{count} CUDA GPUs"
+            pytest.skip(f"needs {needed}, {present} present")
 
 
 def _hidden_cause(exception: BaseException | None) -> str | None:

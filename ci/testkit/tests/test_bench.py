@@ -30,6 +30,28 @@ def test_ratio_bandwidth_and_order(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_on_a_gpu_the_time_in_a_loop_is_beside_that_on_cold_caches(monkeypatch, capsys):
+    cold, in_loop = {0: 10e-6, 1: 40e-6}, {0: 20.0, 1: 30.0}
+    monkeypatch.setattr(bench, "_time_cuda_cold", lambda function, calls: cold[function()])
+    monkeypatch.setattr(bench, "_loop_us", lambda function: in_loop[function()])
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1000.0)
+    monkeypatch.setattr(bench, "machine_facts", lambda device: {})
+    apex, peer = bench.compare(
+        "step", "x", bytes_moved=5_000_000, repeats=9, device="cuda", apex=lambda: 0, peer=lambda: 1
+    )
+    assert (apex["median_us"], peer["ratio"]) == pytest.approx((10, 4))
+    assert (apex["loop_us"], peer["loop_ratio"]) == pytest.approx((20, 1.5))
+    assert apex["copy_fraction"] == pytest.approx(0.5)
+    assert "in a loop" in capsys.readouterr().out
+
+
+def test_chosen_device(monkeypatch):
+    monkeypatch.setenv("APEX_BENCH_DEVICE", "cpu")
+    assert bench.chosen_device() == "cpu"
+    monkeypatch.delenv("APEX_BENCH_DEVICE")
+    assert bench.chosen_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def test_rounds_interleave():
     calls = []
     bench.compare(

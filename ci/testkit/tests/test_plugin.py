@@ -44,6 +44,21 @@ def test_a_device_that_is_absent_or_unknown_is_refused(tmp_path):
         assert "finds no such device" in done.stderr
 
 
+def test_device_tests_only(tmp_path):
+    source = """
+import pytest
+
+def test_device(device): pass
+def test_plain(): pass
+@pytest.mark.needs_gpus(1000)
+def test_gpus(): pass
+"""
+    options = ("--device", "cpu", "--device-tests-only")
+    output = run_pytest(tmp_path, source, *options).stdout
+    assert "1 passed, 1 skipped, 1 deselected" in output, output
+    assert "PASSED test_case.py::test_device" in output
+
+
 def test_skips(tmp_path):
     source = """
 import pytest

@@ -5,13 +5,11 @@ float32 masters: read 2, write 4. The peer is the kernel of torch.amp.GradScaler
 has none that casts, so its recipe for masters is a foreach copy before it.
 """
 
-import argparse
-
 import torch
 
 from apex.amp.multi_tensor import scale, scale_
 from apex.amp.scaler import LossScaler
-from apex_testkit.bench import compare
+from apex_testkit.bench import chosen_device, compare
 
 FACTOR = 1 / 65536
 
@@ -75,9 +73,6 @@ def to_masters(case, sizes, device):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    chosen = parser.parse_args().device
     for name, all_sizes in CASES.items():
-        in_place(name, all_sizes, chosen)
-        to_masters(name, all_sizes, chosen)
+        in_place(name, all_sizes, chosen_device())
+        to_masters(name, all_sizes, chosen_device())

@@ -8,10 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from apex.normalization.fused_layer_norm import fused_layer_norm_affine
-from apex_testkit.bench import compare
+from apex_testkit.bench import chosen_device, compare
 
 SHAPES = [(4096, 4096), (8192, 1024), (64, 1024), (512, 768)]
+GPU_SHAPES = [(16_384, 8192), *SHAPES]  # beyond every cache, in bfloat16 too
 EPS = 1e-5
+
+try:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction as Liger
+except ImportError:  # a peer on GPUs, where it is installed
+    Liger = None
 
 
 def torch_layer_norm(x, weight, bias):
@@ -20,6 +26,10 @@ def torch_layer_norm(x, weight, bias):
 
 def apex_layer_norm(x, weight, bias):
     return fused_layer_norm_affine(x, weight, bias, x.shape[-1:], EPS)
+
+
+def liger_layer_norm(x, weight, bias):
+    return Liger.apply(x, weight, bias, EPS)
 
 
 def run(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
@@ -32,6 +42,8 @@ def run(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(torch_layer_norm, dynamic=False)
     norms = {"apex": apex_layer_norm, "torch": torch_layer_norm, "torch_compiled": compiled}
+    if Liger and device == "cuda":
+        norms["liger"] = liger_layer_norm
 
     def forward(norm):
         return lambda: norm(*frozen)
@@ -47,7 +59,7 @@ def run(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
 
 
 if __name__ == "__main__":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device()
     for dtype in (torch.bfloat16, torch.float32):
-        for rows, columns in SHAPES:
+        for rows, columns in GPU_SHAPES if device == "cuda" else SHAPES:
             run(rows, columns, dtype, device)

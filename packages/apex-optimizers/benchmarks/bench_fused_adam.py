@@ -4,7 +4,9 @@ p, m, v = 28 bytes; per bf16 element with fp32 states 22."""
 import torch
 
 from apex.optimizers import FusedAdam
-from apex_testkit.bench import compare
+from apex_testkit.bench import chosen_device, compare
+
+DEVICE = chosen_device()
 
 
 def resnet50_sizes():
@@ -26,11 +28,12 @@ MODELS = {
     "10,000 x 100": [100] * 10_000,
     "norms 400 x 1k": [1_000] * 400,
     "mlp 2 x 10M": [10_000_000] * 2,
+    **({"mlp 2 x 200M": [200_000_000] * 2} if DEVICE == "cuda" else {}),
 }
 
 
 def stepper(cls, sizes, dtype=torch.float32, **options):
-    params = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
+    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE).to(dtype)) for n in sizes]
     for p in params:
         p.grad = torch.randn_like(p)
     return cls(params, lr=1e-3, weight_decay=0.01, **options).step
@@ -38,7 +41,7 @@ def stepper(cls, sizes, dtype=torch.float32, **options):
 
 def master_recipe(sizes):
     """bf16 parameters as torch's users keep them: fp32 masters, copied there and back."""
-    params = [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in sizes]
+    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE).bfloat16()) for n in sizes]
     masters = [torch.nn.Parameter(p.detach().float()) for p in params]
     grads = [torch.randn_like(p) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=1e-3, weight_decay=0.01, fused=True)
@@ -58,6 +61,7 @@ for case, sizes in MODELS.items():
         "adamw_step",
         case,
         bytes_moved=28 * sum(sizes),
+        device=DEVICE,
         apex=stepper(FusedAdam, sizes),
         torch_fused=stepper(torch.optim.AdamW, sizes, fused=True),
         torch_foreach=stepper(torch.optim.AdamW, sizes, foreach=True),
@@ -68,6 +72,7 @@ compare(
     "adamw_step_bf16",
     "resnet50, fp32 states",
     bytes_moved=22 * sum(sizes),
+    device=DEVICE,
     apex=stepper(FusedAdam, sizes, torch.bfloat16),
     apex_masters=stepper(FusedAdam, sizes, torch.bfloat16, master_weights=True),
     torch_masters=master_recipe(sizes),

@@ -4,7 +4,9 @@ and write p, buffer = 20 bytes."""
 import torch
 
 from apex.optimizers.fused_sgd import FusedSGD
-from apex_testkit.bench import compare
+from apex_testkit.bench import chosen_device, compare
+
+DEVICE = chosen_device()
 
 # Parameters of torchvision's resnet50: element counts and how often each occurs.
 RESNET50_COUNTS = {
@@ -17,11 +19,12 @@ MODELS = {
     "10,000 x 100": [100] * 10_000,
     "norms 400 x 1k": [1_000] * 400,
     "mlp 2 x 10M": [10_000_000] * 2,
+    **({"mlp 2 x 200M": [200_000_000] * 2} if DEVICE == "cuda" else {}),
 }
 
 
 def stepper(cls, sizes, **options):
-    params = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
+    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE)) for n in sizes]
     for p in params:
         p.grad = torch.randn_like(p)
     return cls(params, lr=1e-3, momentum=0.9, weight_decay=0.01, **options).step
@@ -32,6 +35,7 @@ for case, sizes in MODELS.items():
         "sgd_step",
         case,
         bytes_moved=20 * sum(sizes),
+        device=DEVICE,
         apex=stepper(FusedSGD, sizes),
         torch_fused=stepper(torch.optim.SGD, sizes, fused=True),
         torch_foreach=stepper(torch.optim.SGD, sizes, foreach=True),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from apex.parallel import SyncBatchNorm
-from apex_testkit.bench import compare
+from apex_testkit.bench import chosen_device, compare
 
 SHAPES = {
     "32x64x56x56": (32, 64, 56, 56),
@@ -47,7 +47,7 @@ class ReluAfter(nn.BatchNorm2d):
 
 
 def main():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device()
     for dtype in (torch.float32, torch.bfloat16):
         for shape_name, shape in SHAPES.items():
             for format_name, memory_format in FORMATS.items():

@@ -1,0 +1,229 @@
+"""ci/gpu.py without a GPU: shares of time, verdicts, reports, and the commands it would run."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from environments import ROOT
+
+from ci import gpu, gpu_install, gpu_process, gpu_report
+from ci.gpu_process import Outcome, execute
+
+RECORD = {
+    "op": "adam", "case": "2 x 10M", "contestant": "apex", "median_us": 200.0, "low_us": 190.0,
+    "high_us": 210.0, "samples": 9, "ratio": 1.0, "loop_us": 210.0, "loop_ratio": 1.0,
+    "bytes_moved": 560_000_000, "gb_per_s": 2800.0, "copy_gb_per_s": 3000.0, "copy_fraction": 0.93,
+    "device": "cuda", "threads": 2, "malloc": "stock",
+}  # fmt: skip
+PEER = RECORD | {"contestant": "torch_fused", "ratio": 1.25, "loop_ratio": 1.5}
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Run the command with a runner that only notes what it is given, and says what it is told."""
+    calls = []
+
+    def fake_execute(name, command, environment, seconds, log, cwd):
+        calls.append((name, command, environment, seconds))
+        if name.startswith("bench "):
+            with open(environment["APEX_BENCH_JSON"], "a") as file:
+                file.write(json.dumps(RECORD | {"op": name}) + "\n")
+        return Outcome(name, fake_execute.verdicts.get(name, "passed"), 1.0)
+
+    fake_execute.verdicts, fake_execute.calls = {}, calls
+    monkeypatch.setattr(gpu, "execute", fake_execute)
+    monkeypatch.setattr(gpu, "find_sanitizer", lambda: "compute-sanitizer")
+    monkeypatch.setattr(gpu_install, "is_rocm", lambda: False)
+    monkeypatch.setattr(gpu_install, "environment", lambda *_: dict(os.environ))
+    facts = {"card": "NVIDIA H100 80GB", "torch": "2.11.0", "commit": None, "date": "2026-01-01"}
+    monkeypatch.setattr(gpu_report, "facts", lambda device: facts)
+    fake_execute.main = lambda *a: gpu.main(["--out", str(tmp_path / "out"), *a])
+    return fake_execute
+
+
+def test_everything_runs_and_is_reported(fake, tmp_path, capsys):
+    assert fake.main("--minutes", "10") == 0
+    names = [name for name, *_ in fake.calls]
+    packages = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+    assert sorted(names[:5]) == [f"tests {p}" for p in packages]
+    assert names[5:15] == [f"{t} {p}" for t in ("memcheck", "racecheck") for p in packages]
+    assert {"bench fused_adam", "bench layer_norm", "bench xentropy"} <= set(names[15:])
+    assert "bench distributed" not in names
+
+    written = json.loads((tmp_path / "out" / "nvidia-h100-80gb.json").read_text())
+    assert [s["name"] for s in written["steps"]] == ["install", *names]
+    assert len(written["records"]) == len(names[15:])
+    page = (tmp_path / "out" / "nvidia-h100-80gb.md").read_text()
+    assert "| bench fused_adam | 2 x 10M | 200.0 | 93% |" in page
+    assert "3000 GB/s" in page
+    assert f"{len(names) + 1} passed; {len(names[15:])} figures" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("*.partial.jsonl"))
+
+
+def test_commands(fake):
+    fake.main()
+    calls = {name: (command, environment) for name, command, environment, _ in fake.calls}
+    command, _ = calls["tests apex-amp"]
+    assert "--device cuda --device-tests-only" in " ".join(command)
+    assert command[-1] == "packages/apex-amp/tests"
+    command, environment = calls["racecheck apex-contrib"]
+    assert command[:5] == ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9"]
+    assert command[-1] == "packages/apex-contrib/tests/test_xentropy_gpu.py"
+    assert environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    assert calls["bench layer_norm"][1]["APEX_BENCH_DEVICE"] == "cuda"
+
+
+def test_time_is_shared(fake):
+    fake.main("--minutes", "10")
+    seconds = {name: s for name, _, _, s in fake.calls}
+    tests, memcheck, bench = (
+        [s for name, s in seconds.items() if name.startswith(kind)]
+        for kind in ("tests", "memcheck", "bench")
+    )
+    # What all may take together, run one after the other by so many workers, fits into a share.
+    workers = max(1, min(5, (os.cpu_count() or 1) // 2))
+    assert sum(tests) / workers == pytest.approx(0.45 * 600, rel=0.01)
+    assert memcheck[0] == pytest.approx(0.35 * 600 / 10, rel=0.01)  # the fakes take no time
+    assert bench[0] == pytest.approx(600 / len(bench), rel=0.01)
+
+
+@pytest.mark.parametrize("verdict", ["failed", "timed out"])
+def test_a_failure_stops_nothing_and_is_told(fake, verdict, capsys):
+    fake.verdicts |= {"tests apex-amp": verdict}
+    assert fake.main() == 1
+    names = [name for name, *_ in fake.calls]
+    assert "racecheck apex-parallel" in names
+    assert "bench fused_adam" in names
+    assert f"1 {verdict}" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_an_error_in_a_step_is_a_failure_of_that_step(fake, monkeypatch, capsys):
+    def missing():
+        raise FileNotFoundError("compute-sanitizer was not found")
+
+    monkeypatch.setattr(gpu, "find_sanitizer", missing)
+    assert fake.main() == 1
+    assert any(name.startswith("bench") for name, *_ in fake.calls)
+    assert "FileNotFoundError: compute-sanitizer was not found" in capsys.readouterr().err
+
+
+def test_only_some_steps(fake):
+    assert fake.main("--only", "bench,tests") == 0
+    kinds = [name.split()[0] for name, *_ in fake.calls]
+    assert list(dict.fromkeys(kinds)) == ["tests", "bench"]
+
+
+def test_amd_and_rehearsals_have_no_sanitizer(fake, monkeypatch, capsys):
+    assert fake.main("--only", "sanitizer", "--device", "cpu") == 0
+    monkeypatch.setattr(gpu_install, "is_rocm", lambda: True)
+    assert fake.main("--only", "sanitizer") == 0
+    assert fake.calls == []
+    assert capsys.readouterr().out.count("skipped    sanitizer ") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--only", "tests,speed"], "got 'speed'"),
+        (["--minutes", "0"], "--minutes must be positive"),
+        (["--wheels", str(ROOT / "docs")], "holds no wheel of Apex"),
+    ],
+)
+def test_bad_arguments(fake, arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as info:
+        fake.main(*arguments)
+    assert info.value.code == 2
+    assert complaint in capsys.readouterr().err
+    assert fake.calls == []
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    assert "finds no GPU. Install a torch that is built for it" in capsys.readouterr().err
+
+
+def test_missing_test_tools_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_install, "TEST_TOOLS", ("pytest", "no_such_tool"))
+    with pytest.raises(gpu_install.InstallError, match="the tests need no-such-tool"):
+        gpu_install.check_tools([tmp_path])
+    (tmp_path / "no_such_tool.py").write_text("")
+    gpu_install.check_tools([tmp_path])
+
+
+def test_wheels_go_into_a_folder_of_their_own(source_wheels, tmp_path):
+    """Two wheels that share the package apex, installed beside what runs this, and importable."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for package in ("apex-amp", "apex-contrib"):
+        wheel = source_wheels[package]
+        (wheels / wheel.name).write_bytes(wheel.read_bytes())
+    environment = gpu_install.environment(tmp_path, wheels, "cpu")
+    assert environment["APEX_JIT"] == "0"
+    code = "import apex.amp, apex.contrib; print(apex.amp.__file__, apex.contrib.__file__)"
+    found = subprocess.check_output(python(code), env=environment, text=True)
+    amp, contrib = found.split()
+    assert amp.startswith(str(tmp_path))
+    assert contrib.startswith(str(tmp_path))
+
+
+def test_a_broken_wheel_is_named(tmp_path):
+    (tmp_path / "apex_amp-0.1.0-py3-none-any.whl").write_text("not a wheel")
+    with pytest.raises(gpu_install.InstallError, match="apex_amp"):
+        gpu_install.environment(tmp_path, tmp_path, "cpu")
+
+
+def run_code(code, seconds, log):
+    return execute("code", python(code), dict(os.environ), seconds, log, log.parent)
+
+
+def test_execute_passed_and_failed(tmp_path):
+    passed = run_code("print('one'); print('two')", 60, tmp_path / "logs" / "a.log")
+    assert (passed.status, passed.detail) == ("passed", "two")
+    failed = run_code("print('before'); raise ValueError('why')", 60, tmp_path / "b.log")
+    assert failed.status == "failed"
+    assert "ValueError: why" in failed.detail
+    assert "before" in (tmp_path / "b.log").read_text()
+
+
+def test_execute_ends_children_with_what_hangs(tmp_path):
+    child = "import time; open('child', 'w').write(str(__import__('os').getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    start = time.monotonic()
+    outcome = run_code(parent, 3, tmp_path / "a.log")
+    assert outcome.status == "timed out"
+    assert time.monotonic() - start < 30
+    pid = int((tmp_path / "child").read_text())
+    for _ in range(50):
+        state = Path(f"/proc/{pid}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail(f"the child {pid} lives on")
+
+
+def test_find_sanitizer(tmp_path, monkeypatch):
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text("")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert gpu_process.find_sanitizer() == str(tool)
+
+
+def test_table_shows_both_ratios():
+    from apex_testkit.bench_report import markdown
+
+    row = markdown([RECORD, PEER]).splitlines()[-1]
+    assert row == "| adam | 2 x 10M | 200.0 | 93% | torch_fused 1.25 (1.50) |"

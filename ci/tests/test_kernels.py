@@ -1,0 +1,158 @@
+"""Registers, spills and the width of memory accesses, read from what nvcc and cuobjdump print."""
+
+import json
+from pathlib import Path
+
+import pytest
+from environments import ROOT
+
+from ci import kernels, ptxas, sass
+from ci.workspace import tomllib
+
+DATA = Path(__file__).parent / "data"
+# Of nvcc 13.0 for two ops, and of a kernel `crowded` with launch bounds that leave it too few
+# registers, in place of one of the second op's. Lines for sm_80 are repeated with other figures.
+LOG = (DATA / "ptxas.log").read_text()
+# Of multi_tensor_scale in float32; most of its narrow accesses, for tails, are cut out.
+SASS = (DATA / "wide.sass").read_text()
+SCALE = "foreach_kernel<Scale<float>, 4, Scale<float>, In<float>, Out<float>>"
+
+
+def test_resources_by_op():
+    found = ptxas.of_ops(LOG, "sm_90")
+    assert list(found) == ["multi_tensor_scale", "fused_layer_norm"]
+    single, double = found["multi_tensor_scale"]
+    assert single["kernel"] == SCALE
+    assert (single["registers"], single["shared_bytes"]) == (36, 16)
+    assert double["kernel"].startswith("foreach_kernel<Scale<double>, 8, Scale<double>, In<Half>")
+    assert double["registers"] == 90
+    merge, crowded = found["fused_layer_norm"]
+    assert merge["kernel"] == "colwise_merge<LayerNormBackward<Half, Half, true>, float>"
+    assert (merge["registers"], merge["shared_bytes"]) == (32, 0)
+    assert crowded["kernel"] == "crowded"
+    assert (crowded["spill_store_bytes"], crowded["spill_load_bytes"]) == (1044, 1268)
+    (old,) = ptxas.of_ops(LOG, "sm_80")["multi_tensor_scale"]
+    assert old["registers"] == 40
+
+
+@pytest.mark.parametrize(
+    ("demangled", "short"),
+    [
+        ("void a::b::k<a::F<float>, 4>(a::F<float>, int)", "k<F<float>, 4>"),
+        ("void k<(a::Decay)1, a::X<a::Y<int> > >(long)", "k<(Decay)1, X<Y<int>>>"),
+        ("void (anonymous namespace)::k<a::(anonymous namespace)::F>(int)", "k<F>"),
+        ("crowded(float const*, float*, int)", "crowded"),
+    ],
+)
+def test_short_names(demangled, short):
+    assert ptxas.shorten(demangled) == short
+
+
+def test_spills_pass_only_by_name_and_up_to_their_bytes():
+    resources = ptxas.of_ops(LOG, "sm_90")["fused_layer_norm"]
+    (complaint,) = ptxas.unaccepted_spills("fused_layer_norm", resources, [])
+    assert "fused_layer_norm: crowded spills 2312 bytes" in complaint
+    entry = {"op": "fused_layer_norm", "kernel": "crow*", "bytes": 2312}
+    assert ptxas.unaccepted_spills("fused_layer_norm", resources, [entry]) == []
+    for other in ({"op": "xentropy"}, {"kernel": "crow"}, {"bytes": 2311}):
+        assert ptxas.unaccepted_spills("fused_layer_norm", resources, [entry | other])
+
+
+def test_accesses_are_counted():
+    (accesses,) = sass.parse(SASS)
+    # Shared (LDS, STS) and constant (LDC) memory do not count; predicated instructions do.
+    assert accesses == sass.Accesses(SCALE, 4, 2, 3, 5)
+
+
+@pytest.mark.parametrize(("letter", "what"), [("LDG", "loads"), ("STG", "stores")])
+def test_narrow_kernels_pass_only_by_name(letter, what):
+    (accesses,) = sass.parse(SASS.replace(f"{letter}.E.128", f"{letter}.E.64"))
+    kernel = vars(accesses)
+    (complaint,) = sass.narrow_kernels("scale", [kernel], [])
+    assert f"scale: {SCALE} has no 128-bit {what}" in complaint
+    entry = {"op": "scale", "kernel": "foreach_kernel<Scale<*>, 4, *>", "what": what}
+    assert sass.narrow_kernels("scale", [kernel], [entry]) == []
+    other = {"loads": "stores", "stores": "loads"}[what]
+    assert sass.narrow_kernels("scale", [kernel], [entry | {"what": other}])
+    assert sass.narrow_kernels("scale", [kernel | {"kernel": "colwise_merge<X>"}], []) == []
+
+
+def op_found(name, **accesses):
+    counts = {"wide_loads": 4, "narrow_loads": 1, "wide_stores": 4, "narrow_stores": 1}
+    return {
+        "op": name,
+        "resources": ptxas.of_ops(LOG, "sm_90")[name],
+        "accesses": [{"kernel": SCALE, **counts, **accesses}],
+    }
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """Return a function that judges ops with a file of acceptances in place of ours."""
+    monkeypatch.setattr(kernels, "OUTPUT", tmp_path)
+    monkeypatch.setattr(kernels, "ROOT", tmp_path)
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "ci").mkdir()
+
+    def run(accepted, *ops):
+        (tmp_path / "ci" / "accepted_kernels.toml").write_text(accepted)
+        found = {f"package/{op['op']}": op for op in ops}
+        complaints = kernels.judge(found)
+        assert json.loads((tmp_path / "cuda" / "kernels.json").read_text()) == found
+        return complaints
+
+    return run
+
+
+def test_table_and_verdict(judge, capsys):
+    ops = op_found("multi_tensor_scale"), op_found("fused_layer_norm", wide_loads=0)
+    complaints = judge("", *ops)
+    assert [c.split()[1] for c in complaints] == ["crowded", "foreach_kernel<Scale<float>,"]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert rows == [
+        ["package/multi_tensor_scale", "2", "90", "16", "0", "1", "1"],
+        ["package/fused_layer_norm", "2", "32", "0", "2312", "0", "1"],
+    ]
+
+
+def test_acceptances_need_a_kernel_and_a_reason(judge):
+    entry = '[[spill]]\nop = "fused_layer_norm"\nkernel = "{}"\nbytes = 9999\nreason = "{}"\n'
+    op = op_found("fused_layer_norm")
+    assert judge(entry.format("crowded", "It is a test."), op) == []
+    (complaint,) = judge(entry.format("crowded", ""), op)
+    assert "crowded has no reason" in complaint
+    gone = entry.format("crowded", "Yes.") + entry.format("old_kernel", "Yes.")
+    (complaint,) = judge(gone, op)
+    assert "there is no kernel old_kernel" in complaint
+
+
+def test_our_acceptances_are_whole():
+    accepted = tomllib.loads((ROOT / "ci" / "accepted_kernels.toml").read_text())
+    for entry in [*accepted["spill"], *accepted["narrow"]]:
+        assert {"op", "kernel", "reason"} < set(entry)
+        assert list(ROOT.glob(f"packages/*/src/apex/**/{entry['op']}/{entry['op']}.cpp"))
+
+
+def test_an_object_without_figures_is_compiled_again(tmp_path, monkeypatch):
+    """A first run that failed, or one before figures were kept, leaves objects but no figures."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    ops = [kernels.Op(name, tmp_path) for name in ("multi_tensor_scale", "fused_layer_norm")]
+    for op in ops:
+        (folder / f"{op.name}.cuda.o").write_text("object")
+    (folder / "resources.json").write_text(json.dumps({"fused_layer_norm": [{}]}))
+
+    def fake_build(ops, targets, folder, *, package):
+        assert not (folder / "multi_tensor_scale.cuda.o").exists()
+        assert (folder / "fused_layer_norm.cuda.o").exists()
+        (folder / "build.log").write_text(LOG.partition("[2/3]")[0])
+
+    monkeypatch.setattr(kernels, "build", fake_build)
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", ptxas.VERBOSE["NVCC_APPEND_FLAGS"])
+    target = kernels.Target("cuda", archs=("sm_90",))
+    assert kernels.compile_ops(ops, target, folder, "package") == []
+    kept = json.loads((folder / "resources.json").read_text())
+    assert {op: len(figures) for op, figures in kept.items()} == {
+        "fused_layer_norm": 1,
+        "multi_tensor_scale": 2,
+    }
