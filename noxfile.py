@@ -124,7 +124,7 @@ def matrix_runs():
 @nox.parametrize("python,torch", matrix_runs(), ids=["-".join(r[::-1]) for r in matrix_runs()])
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
-    # setuptools: the compiler of torch 2.10 imports it, but torch requires it only from Python 3.12.
+    # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
     # All of it ran on one torch in `tests`; here a few cases of every test function do, one thread
     # each, on all cores.
@@ -133,17 +133,59 @@ def matrix(session, torch):
     pytest(session, *sample, *parallel, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
+def install_nvcc(session):
+    """Take nvcc from the package index where there is none on PATH."""
+    if not shutil.which("nvcc"):
+        toolkit = MATRIX["cuda"]["toolkit"]
+        install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={toolkit}")
+
+
+@nox.session
+def gpu_wheels(session):
+    """Build wheels with CUDA kernels, and fetch test tools, to carry to a GPU (-- FOLDER)."""
+    folder = Path(session.posargs[0] if session.posargs else DIST / "gpu").resolve()
+    install(session, f"torch=={TORCH}", "build", "hatchling", "ninja", "pip")
+    install_nvcc(session)
+    environment = {
+        "APEX_BUILD_CPP_OPS": "1",
+        "APEX_BUILD_CUDA_OPS": "1",
+        "TORCH_CUDA_ARCH_LIST": MATRIX["gpu_wheels"]["cuda_arch_list"],
+    }
+    tools = MATRIX["gpu_wheels"]["carried"]
+    for name in [*PACKAGES, *tools]:  # pip refuses two versions of one
+        for old in folder.glob(f"{name.replace('-', '_')}-*.whl"):
+            old.unlink()
+    for package in PACKAGES:
+        command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+        session.run(*command, f"packages/{package}", env=environment, silent=True)
+    # Of Python alone, so that they suit whatever Python is there.
+    pure = ["--platform", "any", "--implementation", "py", "--abi", "none", "--no-deps"]
+    pure += ["--python-version", MATRIX["gpu_wheels"]["python"], "--only-binary", ":all:"]
+    session.run("python", "-m", "pip", "download", "--quiet", *pure, "-d", str(folder), *tools)
+    session.log(f"on the machine with the GPU: python ci/gpu.py --wheels {folder}")
+
+
 @nox.session
 @nox.parametrize("backend", ["cuda", "hip"], ids=["cuda", "hip"])
 def kernels(session, backend):
     """Compile every op of every package for every GPU architecture of ci/matrix.toml."""
-    install(session, f"torch=={TORCH}", "ninja")
-    if backend == "cuda" and not shutil.which("nvcc"):
-        toolkit = MATRIX["cuda"]["toolkit"]
-        install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={toolkit}")
+    install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
+    if backend == "cuda":
+        install_nvcc(session)
+    if backend == "cuda" and not shutil.which("cuobjdump"):
+        tools = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+        install(session, *(f"{tool}=={MATRIX['cuda']['disassembler']}" for tool in tools))
     if backend == "hip" and not shutil.which("hipcc"):
         session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
     session.run("python", "ci/kernels.py", backend, *MATRIX[backend]["archs"])
+
+
+@nox.session
+def emulate(session):
+    """Run GPU kernels of all packages on the emulated GPU, which finds their faults."""
+    editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
+    install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
+    session.run("python", "ci/emulate.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(requires=["build"])
@@ -169,6 +211,6 @@ def new_op(session):
 
 @nox.session(venv_backend="none")
 def ci(session):
-    """Run what CI runs: lint, tests, matrix, kernels."""
-    for name in ("lint", "tests", "matrix", "kernels"):
+    """Run what CI runs: lint, tests, matrix, emulate, kernels."""
+    for name in ("lint", "tests", "matrix", "emulate", "kernels"):
         session.notify(name)
