@@ -105,7 +105,7 @@ def tests(session, package):
         install_for_examples(session)
         paths = ["docs/examples"]
     elif package == "together":
-        install_wheels(session, PACKAGES, "nox", "uv", "hatchling", *TOOLS)
+        install_wheels(session, PACKAGES, "nox", "uv", "pip", "hatchling", *TOOLS)
         paths = ["ci", "shared_csrc"]
     else:
         install_wheels(session, [package])

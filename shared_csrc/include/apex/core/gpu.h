@@ -103,7 +103,9 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 #if defined(APEX_EMU)
   emulation::emulate(kernel, grid, block, shared_bytes, stream, arguments...);
 #else
-  kernel<<<grid, block, shared_bytes, stream> > >(arguments...);
+  // clang-format off: it would put spaces into >>>
+  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+  // clang-format on
 #endif
 }
 

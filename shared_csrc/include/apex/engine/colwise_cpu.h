@@ -44,6 +44,10 @@ void merge_buffers(const Program& program, S* total, const P* part, int64_t colu
   }
 }
 
+// Whether row() itself adds to the column sums, by Row::sums_and_columns().
+template <class Program>
+inline constexpr bool kColumnsInRow = requires { requires Program::kColumnsInRow; };
+
 template <bool kRows, class Context, class Program>
 void run_colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
@@ -57,17 +61,18 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
   context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     std::unique_ptr<T[]> block(new T[N * columns]());
     for (int64_t part = first; part < last; ++part) {
-      Row<T> row(columns, block.get());
+      Row<T> row(rows, columns, block.get());
       int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
       for (int64_t index = begin; index < end; ++index) {
         row.move_to(index);
         if constexpr (kRows) program.row(row);
-        program.column_sums(row);
+        if constexpr (!kRows || !kColumnsInRow<Program>) program.column_sums(row);
         if ((index - begin + 1) % kRowsPerMerge != 0 && index + 1 != end) continue;
         merge_buffers(program, totals_of(part), block.get(), columns, 0, columns);
         std::fill_n(block.get(), N * columns, T(0));
       }
     }
+    if constexpr (kRows) finish_streams();
   });
   int64_t grain = std::max<int64_t>(1, kRowwiseGrain / parts);
   context.parallel_for(0, columns, grain, [&](int64_t begin, int64_t end) {

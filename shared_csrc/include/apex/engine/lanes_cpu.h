@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "apex/engine/stream_cpu.h"
 #include "apex/engine/views.h"
 
 namespace apex {
@@ -27,16 +28,20 @@ template <class T, size_t... I, class... Views>
 class LanesOf<T, std::index_sequence<I...>, Views...> {
  public:
   explicit LanesOf(const Views&... views)
-      : data_{const_cast<void*>(erased(views.data))...}, next_row_{views.next_row...} {}
+      : data_{const_cast<void*>(erased(views.data))...},
+        next_row_{views.next_row...},
+        streamed_{is_streamed(views)...} {}
 
   void at(int64_t column) {
     column_ = column;
     (prefetch<I, Views>(), ...);
     (fill<I, Views>(), ...);
+    (aim<I, Views>(), ...);
   }
   void at(int64_t column, int count) {
     column_ = column;
     (fill<I, Views>(count), ...);
+    ((targets_[I] = source<I, Views>()), ...);
   }
 
   // functor(T& value0, T& value1, ...) on one lane; written values go back where they belong.
@@ -83,13 +88,14 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
     if constexpr (kBuffered<View, T>) {
       buffers_[K][lane] = value;
     } else {
-      source<K, View>()[lane] = convert<typename View::storage>(value);
+      static_cast<typename View::storage*>(targets_[K])[lane] =
+          convert<typename View::storage>(value);
     }
   }
 
   template <size_t K, class View>
   APEX_HD void prefetch() {
-    if (next_row_[K] == 0) return;
+    if (next_row_[K] == 0 || streamed_[K]) return;
     const char* next = reinterpret_cast<const char*>(source<K, View>() + next_row_[K]);
     constexpr int kBytes = kPack * sizeof(typename View::storage);
 #pragma GCC unroll 8
@@ -107,17 +113,39 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   template <size_t K, class View, class... Count>
   APEX_HD void drain(Count... count) {
     if constexpr (View::kWritten && kBuffered<View, T>) {
-      if constexpr (sizeof...(Count) == 0) store_pack(source<K, View>(), buffers_[K]);
-      if constexpr (sizeof...(Count) == 1) store_some(source<K, View>(), buffers_[K], count...);
+      auto* target = static_cast<typename View::storage*>(targets_[K]);
+      if constexpr (sizeof...(Count) == 0) store_pack(target, buffers_[K]);
+      if constexpr (sizeof...(Count) == 1) store_some(target, buffers_[K], count...);
+    }
+    if constexpr (View::kWritten && sizeof...(Count) == 0) {
+      constexpr int kBytes = kPack * sizeof(typename View::storage);
+      if (streamed_[K]) stream_bytes<kBytes>(source<K, View>(), targets_[K]);
     }
   }
 
+  template <class View>
+  static bool is_streamed(const View& view) {
+    if constexpr (View::kWritten) return view.streamed;
+    return false;
+  }
+
+  // Where a pack is written: in place, or where stream_bytes() then takes it from.
+  template <size_t K, class View>
+  APEX_HD void aim() {
+    targets_[K] =
+        streamed_[K] ? static_cast<void*>(outgoing_[View::kWritten ? K : 0]) : source<K, View>();
+  }
+
   static constexpr bool kAnyBuffered = (kBuffered<Views, T> || ...);
+  static constexpr bool kAnyWritten = (Views::kWritten || ...);
 
   void* data_[sizeof...(Views) + 1];
+  void* targets_[sizeof...(Views) + 1];
   int64_t next_row_[sizeof...(Views) + 1];
+  bool streamed_[sizeof...(Views) + 1];
   int64_t column_ = 0;
   alignas(64) T buffers_[kAnyBuffered ? sizeof...(Views) : 1][kAnyBuffered ? kPack : 1];
+  alignas(64) T outgoing_[kAnyWritten ? sizeof...(Views) : 1][kAnyWritten ? kPack : 1];
 };
 
 template <class T, class... Views>

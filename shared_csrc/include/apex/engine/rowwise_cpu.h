@@ -21,7 +21,7 @@ inline constexpr int kPacksPerFlush = 64;
 template <class T>
 class Row {
  public:
-  Row(int64_t columns, T* sums) : columns_(columns), sums_(sums) {}
+  Row(int64_t rows, int64_t columns, T* sums) : rows_(rows), columns_(columns), sums_(sums) {}
 
   void move_to(int64_t index) { index_ = index; }
   int64_t index() const { return index_; }
@@ -39,7 +39,9 @@ class Row {
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
-    return {matrix + index_ * columns_, columns_};
+    S* row = matrix + index_ * columns_;
+    int64_t row_bytes = columns_ * static_cast<int64_t>(sizeof(S));
+    return {row, columns_, can_stream(row, rows_ * row_bytes)};
   }
   // A vector [columns] that all rows share.
   template <class S>
@@ -77,7 +79,27 @@ class Row {
   // N sums in one pass; the functor returns Array<T, N>.
   template <int N, class F, class... Views>
   Array<T, N> sums(const F& functor, const Views&... views) const {
-    return sums(std::make_index_sequence<N>{}, functor, views...);
+    return pass<0>(std::make_index_sequence<N>{}, functor, nullptr, views...);
+  }
+
+  // sums<N>(), and in the same pass accumulate<M>() with `columns`, where column sums are wanted.
+  template <int N, int M, class F, class C, class... Views>
+  Array<T, N> sums_and_columns(const F& functor, const C& columns, const Views&... views) const {
+    if (sums_ == nullptr) return sums<N>(functor, views...);
+    return pass<M>(std::make_index_sequence<N>{}, functor, columns, views...);
+  }
+
+  // The mean of the row's first columns, or 0 without columns: a number near the row's mean.
+  template <class S>
+  T pivot(const ReadView<S>& view) const {
+    constexpr int kFirst = 16;
+    if (columns_ < kFirst) return columns_ == 0 ? T(0) : convert<T>(view.data[0]);
+    T lanes[kFirst];
+    for (int lane = 0; lane < kFirst; ++lane) lanes[lane] = convert<T>(view.data[lane]);
+    for (int width = kFirst / 2; width > 0; width /= 2) {
+      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    }
+    return lanes[0] / T(kFirst);
   }
 
   // Largest functor(values...) of the row; -inf without columns, NaN if any value is NaN.
@@ -162,8 +184,28 @@ class Row {
   }
 
  private:
-  template <size_t... I, class F, class... Views>
-  Array<T, sizeof...(I)> sums(std::index_sequence<I...>, const F& functor,
+  // functor(values...) of a lane, and with M > 0 columns(sums, values...) of its column.
+  template <int M, class F, class C, class P>
+  APEX_HD static auto step(const F& functor, const C& columns, P& pack, T* base, int64_t stride,
+                           int lane) {
+    if constexpr (M == 0) {
+      return pack.call(functor, lane);
+    } else {
+      Array<T, M> sums;
+      for (int m = 0; m < M; ++m) sums[m] = base[m * stride + lane];
+      auto terms = pack.call(
+          [&](auto&... values) {
+            columns(sums, values...);
+            return functor(values...);
+          },
+          lane);
+      for (int m = 0; m < M; ++m) base[m * stride + lane] = sums[m];
+      return terms;
+    }
+  }
+
+  template <int M, size_t... I, class F, class C, class... Views>
+  Array<T, sizeof...(I)> pass(std::index_sequence<I...>, const F& functor, const C& columns,
                               const Views&... views) const {
     LaneSums<T> lanes[sizeof...(I)];
     double totals[sizeof...(I)] = {};
@@ -174,9 +216,10 @@ class Row {
       int64_t end = std::min(packed, begin + kPack * kPacksPerFlush);
       for (int64_t column = begin; column < end; column += kPack) {
         pack.at(column);
+        T* base = M == 0 ? nullptr : sums_ + column;
         APEX_VECTORIZE
         for (int lane = 0; lane < kPack; ++lane) {
-          Array<T, sizeof...(I)> term = pack.call(functor, lane);
+          Array<T, sizeof...(I)> term = step<M>(functor, columns, pack, base, columns_, lane);
           ((terms[I][lane] = term[I]), ...);
         }
         (lanes[I].add(terms[I]), ...);
@@ -187,7 +230,7 @@ class Row {
       pack.at(packed, count);
       for (int lane = 0; lane < kPack; ++lane) {
         Array<T, sizeof...(I)> term{};
-        if (lane < count) term = pack.call(functor, lane);
+        if (lane < count) term = step<M>(functor, columns, pack, sums_ + packed, columns_, lane);
         ((terms[I][lane] = term[I]), ...);
       }
       (lanes[I].add(terms[I]), ...);
@@ -208,7 +251,7 @@ class Row {
     }
   }
 
-  int64_t index_ = 0, columns_;
+  int64_t index_ = 0, rows_, columns_;
   T* sums_;  // [kSums, columns] of this thread, or null
 };
 
@@ -217,11 +260,12 @@ void rowwise(const Context& context, int64_t rows, int64_t columns, const Progra
   using T = typename Program::value_type;
   int64_t grain = std::max<int64_t>(1, kRowwiseGrain / std::max<int64_t>(columns, 1));
   context.parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    Row<T> row(columns, nullptr);
+    Row<T> row(rows, columns, nullptr);
     for (int64_t index = begin; index < end; ++index) {
       row.move_to(index);
       program.row(row);
     }
+    finish_streams();
   });
 }
 

@@ -152,6 +152,24 @@ class Row {
     return totals;
   }
 
+  // On a GPU the column sums have a launch of their own.
+  template <int N, int M, class F, class C, class... Views>
+  APEX_DEVICE Array<T, N> sums_and_columns(const F& functor, const C&,
+                                           const Views&... views) const {
+    return sums<N>(functor, views...);
+  }
+
+  // A number near the row's mean, as on the CPU: here of its first columns that one load brings.
+  template <class S>
+  APEX_DEVICE T pivot(const StagedView<S, T>& view) const {
+    constexpr int kFirst = 4;
+    if (columns_ < kFirst) return columns_ == 0 ? T(0) : convert<T>(view.data[0]);
+    T sum = T(0);
+#pragma unroll
+    for (int i = 0; i < kFirst; ++i) sum += convert<T>(view.data[i]);
+    return sum / T(kFirst);
+  }
+
   template <class F, class... Views>
   APEX_DEVICE T max(const F& functor, const Views&... views) const {
     T largest = -std::numeric_limits<T>::infinity();

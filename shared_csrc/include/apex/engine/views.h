@@ -20,6 +20,7 @@ struct WriteView {
   static constexpr bool kRead = false, kWritten = true;
   S* data;  // [columns]
   int64_t next_row = 0;
+  bool streamed = false;  // on the CPU, written around the cache; `data` is aligned for that
 };
 
 // A view whose packs the CPU converts ahead of the loop over lanes instead of within it. That pays

@@ -4,8 +4,9 @@
 //   g = dy * weight,  dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 //
-// Ba, Kiros & Hinton 2016 (https://arxiv.org/abs/1607.06450). The variance is taken in a second
-// pass: E[x^2] - E[x]^2 loses every digit once the mean is 10^4 standard deviations.
+// Ba, Kiros & Hinton 2016 (https://arxiv.org/abs/1607.06450). Mean and variance are taken in one
+// pass over x - pivot, for a pivot near the mean: E[x^2] - E[x]^2 loses every digit once the mean
+// is 10^4 standard deviations.
 #pragma once
 
 #include "affine.h"
@@ -30,8 +31,18 @@ struct LayerNormForward {
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
     auto values = row.stage(0, x);
-    T mu = row.sum([](T x) { return x; }, values) / row.columns();
-    T variance = row.sum([=](T x) { return (x - mu) * (x - mu); }, values) / row.columns();
+    T pivot = row.pivot(values), n = static_cast<T>(row.columns());
+    Array<T, 2> sums = row.template sums<2>(
+        [=](T x) {
+          T d = x - pivot;
+          return Array<T, 2>{{d, d * d}};
+        },
+        values);
+    T shift = sums[0] / n, mu = pivot + shift;
+    T variance = sums[1] / n - shift * shift;
+    if (shift * shift > variance) {  // the pivot was far off: the difference lost digits
+      variance = row.sum([=](T x) { return (x - mu) * (x - mu); }, values) / n;
+    }
     T r = T(1) / std::sqrt(variance + eps);
     row.each(
         [=, affine = affine](T& y, T x, T w, T b) {
@@ -65,6 +76,7 @@ struct LayerNormBackward {
   using Saved = std::conditional_t<kFromOutput, W, X>;
   static constexpr int kStages = 2;
   static constexpr int kSums = 2;  // dweight, dbias
+  static constexpr bool kColumnsInRow = true;
 
   const W* dy;         // [rows, columns]
   const Saved* saved;  // [rows, columns]
@@ -87,12 +99,12 @@ struct LayerNormBackward {
     auto values = row.stage(1, saved);
     auto w = row.shared(affine.weight), b = row.shared(affine.bias);
     auto xhat_at = xhat_of(row);
-    Array<T, 2> sums = row.template sums<2>(
+    Array<T, 2> sums = row.template sums_and_columns<2, kSums>(
         [=](T dy, T saved, T w, T b) {
           T g = dy * xhat_at.affine.weight_or_one(w);
           return Array<T, 2>{{g, g * xhat_at(saved, w, b)}};
         },
-        grads, values, w, b);
+        column_terms(row), grads, values, w, b);
     T mean_g = sums[0] / row.columns(), mean_g_xhat = sums[1] / row.columns();
     row.each(
         [=](T& dx, T dy, T saved, T w, T b) {
@@ -103,15 +115,18 @@ struct LayerNormBackward {
   }
 
   template <class R>
-  APEX_NORM_ROW void column_sums(R& row) const {
+  APEX_HD auto column_terms(const R& row) const {
     auto xhat_at = xhat_of(row);
-    row.template accumulate<kSums>(
-        [=](Array<T, kSums>& sums, T dy, T saved, T w, T b) {
-          sums[0] += dy * xhat_at(saved, w, b);
-          sums[1] += dy;
-        },
-        row.staged(0, dy), row.staged(1, saved), row.shared(affine.weight),
-        row.shared(affine.bias));
+    return [=](Array<T, kSums>& sums, T dy, T saved, T w, T b) {
+      sums[0] += dy * xhat_at(saved, w, b);
+      sums[1] += dy;
+    };
+  }
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    row.template accumulate<kSums>(column_terms(row), row.staged(0, dy), row.staged(1, saved),
+                                   row.shared(affine.weight), row.shared(affine.bias));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

@@ -56,6 +56,7 @@ struct RmsNormBackward {
   using Saved = std::conditional_t<kFromOutput, W, X>;
   static constexpr int kStages = 2;
   static constexpr int kSums = 1;  // dweight
+  static constexpr bool kColumnsInRow = true;
 
   const W* dy;         // [rows, columns]
   const Saved* saved;  // [rows, columns]
@@ -76,11 +77,12 @@ struct RmsNormBackward {
     auto values = row.stage(1, saved);
     auto w = row.shared(affine.weight);
     auto xhat_at = xhat_of(row);
-    T mean_g_xhat =
-        row.sum([=](T dy, T saved,
-                    T w) { return dy * xhat_at.affine.weight_or_one(w) * xhat_at(saved, w); },
-                grads, values, w) /
-        row.columns();
+    Array<T, 1> sum = row.template sums_and_columns<1, kSums>(
+        [=](T dy, T saved, T w) {
+          return Array<T, 1>{{dy * xhat_at.affine.weight_or_one(w) * xhat_at(saved, w)}};
+        },
+        column_terms(row), grads, values, w);
+    T mean_g_xhat = sum[0] / row.columns();
     row.each(
         [=](T& dx, T dy, T saved, T w) {
           T g = dy * xhat_at.affine.weight_or_one(w);
@@ -90,11 +92,15 @@ struct RmsNormBackward {
   }
 
   template <class R>
-  APEX_NORM_ROW void column_sums(R& row) const {
+  APEX_HD auto column_terms(const R& row) const {
     auto xhat_at = xhat_of(row);
-    row.template accumulate<kSums>(
-        [=](Array<T, kSums>& sums, T dy, T saved, T w) { sums[0] += dy * xhat_at(saved, w); },
-        row.staged(0, dy), row.staged(1, saved), row.shared(affine.weight));
+    return [=](Array<T, kSums>& sums, T dy, T saved, T w) { sums[0] += dy * xhat_at(saved, w); };
+  }
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    row.template accumulate<kSums>(column_terms(row), row.staged(0, dy), row.staged(1, saved),
+                                   row.shared(affine.weight));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

@@ -1,0 +1,48 @@
+// Stores that go around the cache, for results too large to stay in it.
+//
+// A plain store reads the line it writes to first: a third of the traffic of a forward pass. It
+// pays with whole lines only, hence with AVX-512.
+#pragma once
+
+#include "apex/core/pack.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Results of at least so many bytes are streamed: no later reader finds them in the second-level
+// cache, and few in the third.
+inline constexpr int64_t kStreamedBytes = int64_t{16} << 20;
+
+inline bool can_stream(const void* address, int64_t bytes) {
+#if defined(__AVX512F__)
+  return bytes >= kStreamedBytes && reinterpret_cast<uintptr_t>(address) % 64 == 0;
+#else
+  (void)address, (void)bytes;
+  return false;
+#endif
+}
+
+// Both addresses are multiples of 64.
+template <int kBytes>
+APEX_HD void stream_bytes(void* target, const void* source) {
+#if defined(__AVX512F__)
+  static_assert(kBytes % 64 == 0);
+#pragma GCC unroll 8
+  for (int b = 0; b < kBytes; b += 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(target) + b),
+                        _mm512_load_si512(static_cast<const char*>(source) + b));
+  }
+#else
+  (void)target, (void)source;
+#endif
+}
+
+// Streamed stores become visible to other threads.
+inline void finish_streams() {
+#if defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
