@@ -74,3 +74,16 @@ def test_a_strided_parameter_is_refused(device):
     param.grad = torch.ones(8, 2, device=device)
     with pytest.raises(RuntimeError, match="not contiguous"):
         FusedAdam([param]).step()
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("count", [1, 40], ids=["few", "held"])
+def test_backward_through_values_of_before_the_step_is_refused(count, capturable, device):
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(count)]
+    optimizer = FusedAdam(params, capturable=capturable)
+    for _ in range(3):
+        loss = sum((p * p).sum() for p in params)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

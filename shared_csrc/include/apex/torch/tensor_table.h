@@ -1,6 +1,7 @@
 // Lists of tensors as a table of raw pointers, with the checks that make walking memory safe.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "apex/core/table.h"
@@ -70,6 +71,29 @@ inline void check_pair(const char* op, const NamedList& first, const NamedList& 
        "] is ", describe(b), ".");
 }
 
+// The facts of all lists, tensor by tensor, read a block of tensors at a time.
+class FactsReader {
+ public:
+  explicit FactsReader(std::initializer_list<NamedList> lists)
+      : lists_(lists), block_(kBlock * lists.size()) {}
+
+  // Of tensor i of each list; i counts up from 0.
+  const TensorFacts* row(size_t i) {
+    if (i % kBlock == 0) {
+      size_t count = std::min(kBlock, lists_[0].tensors.size() - i);
+      for (size_t c = 0; c < lists_.size(); ++c) {
+        lists_[c].tensors.read_facts(i, count, block_.data() + c * kBlock);
+      }
+    }
+    return block_.data() + i % kBlock;
+  }
+  static constexpr size_t kBlock = 32;  // from one column of a row to the next, too
+
+ private:
+  std::vector<NamedList> lists_;
+  std::vector<TensorFacts> block_;
+};
+
 // Whether tensors without elements get rows of their own: only where rows are results.
 enum class Empty { kLeaveOut, kKeep };
 
@@ -88,12 +112,14 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
 
   std::vector<TensorFacts> references;  // of each list's first tensor
   for (const NamedList& list : lists) references.push_back(list.tensors.facts(0));
+  FactsReader reader(lists);
   for (size_t i = 0; i < first.tensors.size(); ++i) {
+    const TensorFacts* row = reader.row(i);
     size_t column = 0;
     int64_t numel = 0;
     bool first_contiguous = true;
     for (const NamedList& list : lists) {
-      TensorFacts facts = list.tensors.facts(i);
+      const TensorFacts& facts = row[column * FactsReader::kBlock];
       if (column == 0) {
         numel = facts.numel;
         first_contiguous = facts.contiguous;

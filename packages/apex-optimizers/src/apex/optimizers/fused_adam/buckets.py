@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from .._gradients import check_gradients, match_layouts
+from .held import HeldLists, adam_step_held, can_hold, is_eager, is_worth_holding
+from .ops import adam_step
 
+_States = tuple[list[Tensor], list[Tensor], list[Tensor]]
+_MOMENTS, _MASTER = ("exp_avg", "exp_avg_sq"), "master_param"
 _grad_of = operator.attrgetter("grad")
 
 
@@ -36,6 +40,9 @@ class Bucket:
         self.states = states
         self.step_tensor: Tensor = states[0]["step"]
         self.grads: list[Tensor] = []
+        self._may_hold = is_worth_holding(params)
+        self._kept: _States | None = None  # of the last step, if they may be held
+        self._held: HeldLists | None = None  # params and _kept
 
     @property
     def step_number(self) -> int:
@@ -50,21 +57,55 @@ class Bucket:
 
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
         """Call a step operator on the lists; gradients of another layout are copied first."""
-        states = self.states
-        exp_avgs = [state["exp_avg"] for state in states]
-        exp_avg_sqs = [state["exp_avg_sq"] for state in states]
-        masters = [state["master_param"] for state in states] if "master_param" in states[0] else []
+        states = self._current_states()
+        held = self._held if op is adam_step and is_eager(self.grads) else None
+
+        def call(grads: list[Tensor]) -> None:
+            if held is None:
+                op(self.params, grads, *states, *hyper)
+            else:
+                adam_step_held(held.number, grads, *hyper)
+
         try:
-            op(self.params, self.grads, exp_avgs, exp_avg_sqs, masters, *hyper)
+            call(self.grads)
         except (RuntimeError, NotImplementedError):
             self.check()
             matched = match_layouts(self.params, self.grads)
             if all(map(operator.is_, matched, self.grads)):
                 raise
-            op(self.params, matched, exp_avgs, exp_avg_sqs, masters, *hyper)
+            call(matched)
             for own, copy in zip(self.grads, matched, strict=True):
                 if own is not copy:
                     own.copy_(copy)
+        # Autograd then notices a backward pass over values from before the step.
+        torch.autograd.graph.increment_version(self.params)
+
+    def _current_states(self) -> _States:
+        """The lists of exp_avg, exp_avg_sq and masters; held from the second step with the same."""
+        kept = self._kept
+        if kept is None or not self._still_has(kept):
+            exp_avgs, exp_avg_sqs = ([s[key] for s in self.states] for key in _MOMENTS)
+            has_masters = _MASTER in self.states[0]
+            masters = [s[_MASTER] for s in self.states] if has_masters else []
+            states = exp_avgs, exp_avg_sqs, masters
+            self._kept, self._held = states if self._may_hold else None, None
+            return states
+        if self._held is None and is_eager(self.grads):
+            if can_hold(self.params, kept):
+                self._held = HeldLists((self.params, *kept))
+            else:
+                self._may_hold, self._kept = False, None
+        return kept
+
+    def _still_has(self, states: _States) -> bool:
+        """Whether the state of all parameters still consists of these very tensors."""
+        if (_MASTER in self.states[0]) != bool(states[-1]):
+            return False
+        return all(
+            all(map(operator.is_, map(operator.itemgetter(key), self.states), tensors))
+            for key, tensors in zip((*_MOMENTS, _MASTER), states, strict=True)
+            if tensors
+        )
 
 
 class BucketCache:

@@ -1,10 +1,11 @@
-// Registers adam_step and adam_step_capturable: checks, types and launch; the mathematics is in
-// adam.h.
+// Registers adam_step, its form with held lists and adam_step_capturable: checks, types and launch;
+// the mathematics is in adam.h.
 #include "adam.h"
 
 #include "apex/engine/foreach.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
+#include "apex/torch/held_lists.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
 
@@ -67,6 +68,36 @@ void adam_step(const TensorList& params, const TensorList& grads, const TensorLi
                 });
 }
 
+// Never destroyed: at the end of a process torch is gone before the handles would be.
+HeldLists& held_lists() {
+  static HeldLists& lists = *new HeldLists;
+  return lists;
+}
+
+// The lists are this call's own: their handles are kept, not copied.
+int64_t adam_hold(TensorList& params, TensorList& exp_avgs, TensorList& exp_avg_sqs,
+                  TensorList& masters) {
+  HeldLists::Lists lists;
+  lists.reserve(4);
+  for (TensorList* list : {&params, &exp_avgs, &exp_avg_sqs, &masters}) {
+    lists.push_back(std::move(*list));
+  }
+  return held_lists().hold(std::move(lists));
+}
+
+void adam_release(const Tensor&, int64_t held) { held_lists().release(held); }
+
+int64_t adam_held_count(const Tensor&) { return held_lists().size(); }
+
+void adam_step_held(int64_t held, const TensorList& grads, double lr, double beta1, double beta2,
+                    double eps, double weight_decay, int64_t step, bool bias_correction,
+                    bool decoupled) {
+  auto lists = held_lists().find("adam_step_held", held);
+  const HeldLists::Lists& own = *lists;
+  adam_step(own[0], grads, own[1], own[2], own[3], lr, beta1, beta2, eps, weight_decay, step,
+            bias_correction, decoupled);
+}
+
 void adam_step_capturable(const TensorList& params, const TensorList& grads,
                           const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
                           const TensorList& masters, const Tensor& lr, const Tensor& step,
@@ -106,6 +137,10 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
 
 APEX_KERNELS(apex_optimizers, m) {
   m.impl("adam_step", TORCH_BOX(&adam_step));
+  m.impl("adam_hold", TORCH_BOX(&adam_hold));
+  m.impl("adam_release", TORCH_BOX(&adam_release));
+  m.impl("adam_held_count", TORCH_BOX(&adam_held_count));
+  m.impl("adam_step_held", TORCH_BOX(&adam_step_held));
   m.impl("adam_step_capturable", TORCH_BOX(&adam_step_capturable));
 }
 

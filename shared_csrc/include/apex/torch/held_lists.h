@@ -1,0 +1,66 @@
+// Lists of tensors that stay in C++ between the calls of an operator.
+//
+// Parameters and states of an optimizer are the same tensors at every step. Handing 30,000 of them
+// through torch takes 8 ms; reading their facts from handles that were kept takes 1 ms.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "apex/torch/tensor_list.h"
+
+namespace apex {
+
+// Python knows the lists by a number, so that no misuse reaches memory. Only the identity of a
+// tensor is kept: pointer, size, dtype and device are read again in each call.
+class HeldLists {
+ public:
+  using Lists = std::vector<TensorList>;
+
+  int64_t hold(Lists lists) {
+    auto owned = std::make_shared<const Lists>(std::move(lists));
+    std::lock_guard<std::mutex> lock(mutex_);
+    entries_.emplace(++last_id_, std::move(owned));
+    return last_id_;
+  }
+
+  // The lists live at least as long as the result, also if another thread releases them meanwhile.
+  std::shared_ptr<const Lists> find(const char* op, int64_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto entry = entries_.find(id);
+    check(entry != entries_.end(), op, ": no lists are held under the number ", id,
+          "; they were released, or never held.");
+#if defined(APEX_EMU)
+    return {entry->second.get(), [lists = entry->second](const Lists*) {
+              for (const TensorList& list : *lists) list.end_of_op();
+            }};
+#else
+    return entry->second;
+#endif
+  }
+
+  // A number that is unknown, such as one already released, is left alone.
+  void release(int64_t id) {
+    std::shared_ptr<const Lists> last;  // dies without the lock: a tensor's end may run Python
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto entry = entries_.find(id);
+    if (entry == entries_.end()) return;
+    last = std::move(entry->second);
+    entries_.erase(entry);
+  }
+
+  int64_t size() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<int64_t>(entries_.size());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<const Lists>> entries_;
+  int64_t last_id_ = 0;
+};
+
+}  // namespace apex
