@@ -16,6 +16,9 @@ from ci.workspace import MATRIX, PACKAGES, ROOT, files
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
 
+# All that the top folder holds, beside dotfiles.
+TOP_LEVEL = {"LICENSE", "README.md", "ci", "docs", "noxfile.py", "packages", "shared_csrc"}
+
 # Who may include what: the three tiers of shared_csrc/README.md, one direction.
 MAY_INCLUDE = {
     "core": {"core", "emulation"},  # an emulated GPU takes the place of the compiler's own
@@ -35,6 +38,7 @@ TEXT_SUFFIXES = {".py", ".h", ".cpp", ".md", ".toml", ".ini", ".yml", ".yaml", "
 
 def main() -> int:
     rules = (
+        top_level,
         include_tiers,
         identical_copies,
         long_files,
@@ -47,6 +51,12 @@ def main() -> int:
     print("\n".join(complaints))
     print(f"house rules: {len(complaints)} complaints")
     return 1 if complaints else 0
+
+
+def top_level(root: Path) -> Iterator[str]:
+    for name in sorted({file.relative_to(root).parts[0] for file in files()}):
+        if name not in TOP_LEVEL and not name.startswith("."):
+            yield f"{name}: does not belong into the top folder"
 
 
 def include_tiers(root: Path) -> Iterator[str]:

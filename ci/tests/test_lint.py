@@ -46,6 +46,13 @@ def test_include_tiers(complaints, name, include, is_allowed):
 
 
 @pytest.mark.parametrize(
+    ("name", "is_allowed"), [(".pytest.ini", True), ("ci/a.py", True), ("pytest.ini", False)]
+)
+def test_top_level(complaints, name, is_allowed):
+    assert (complaints(lint.top_level, name, "") == []) == is_allowed
+
+
+@pytest.mark.parametrize(
     ("rule", "text", "is_allowed"),
     [
         (lint.long_files, "x = 1\n" * 300, True),
