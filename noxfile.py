@@ -114,10 +114,15 @@ def tests(session, package):
 
 
 def matrix_runs():
-    """Return every torch on this Python, then the newest torch on the other Pythons."""
+    """Return every torch on this Python, then the newest that each other Python has."""
     torches = MATRIX["torch"]["versions"]
-    runs = [(THIS_PYTHON, torch) for torch in torches]
-    return runs + [(p, torches[-1]) for p in MATRIX["pythons"] if p != THIS_PYTHON]
+
+    def of_python(python):
+        last = MATRIX["torch"]["last_for_python"].get(python, torches[-1])
+        return torches[: torches.index(last) + 1]
+
+    runs = [(THIS_PYTHON, torch) for torch in of_python(THIS_PYTHON)]
+    return runs + [(p, of_python(p)[-1]) for p in MATRIX["pythons"] if p != THIS_PYTHON]
 
 
 @nox.session(requires=["build"])
