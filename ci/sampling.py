@@ -3,7 +3,8 @@
 pytest -p ci.sampling --cases-per-test 4
 
 For runs that repeat on another torch or Python what was tested in full on one: there, another
-dtype or shape of the same test tells nothing new, but a function that is left out would.
+dtype or shape of the same test tells nothing new, but a function that is left out would. Tests
+marked `slow` are left out.
 """
 
 from collections import defaultdict
@@ -24,7 +25,8 @@ def pytest_collection_modifyitems(config, items):
         return
     cases = defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
     kept = {item for group in cases.values() for item in spread(group, limit)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from .ranks import doomed_ranks, four_ranks, two_ranks  # noqa: F401  (fixtures)
+
 DEVICES = ("cpu", "cuda")
 # A skip with one of these behind it hides a kernel that is missing or cannot be built.
 _HIDING = (ImportError, NotImplementedError)
@@ -50,6 +52,7 @@ def pytest_configure(config):
         "builds: compiles kernels at run time; skipping such a test is a failure, deselect it "
         'with -m "not builds" where building is forbidden',
     )
+    config.addinivalue_line("markers", "slow: takes many seconds; not part of samples of tests")
     torch.set_num_threads(int(config.getini("apex_threads")))
     config.stash[_devices_key] = _chosen_devices(config)
 

@@ -1,6 +1,6 @@
 """One rank of a test: joins the process group, then runs the checks it is sent, until told to stop.
 
-Run by conftest.py through runpy with ``job`` set; a script and not a module, because test files
+Run by ranks.py through runpy with ``job`` set; a script and not a module, because test files
 are not importable by name in another process.
 """
 
