@@ -1,6 +1,8 @@
 """A whole AdamW step(), Python included.  Traffic per fp32 element: read p, g, m, v and write
 p, m, v = 28 bytes; per bf16 element with fp32 states 22."""
 
+import importlib.util
+
 import torch
 
 from apex.optimizers import FusedAdam
@@ -56,6 +58,15 @@ def master_recipe(sizes):
     return step
 
 
+def peers(sizes):
+    """Contestants that are there: DeepSpeed where it is installed, on the CPU."""
+    if DEVICE == "cuda" or not importlib.util.find_spec("deepspeed"):
+        return {}
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return {"deepspeed": stepper(DeepSpeedCPUAdam, sizes, adamw_mode=True)}
+
+
 for case, sizes in MODELS.items():
     compare(
         "adamw_step",
@@ -65,6 +76,8 @@ for case, sizes in MODELS.items():
         apex=stepper(FusedAdam, sizes),
         torch_fused=stepper(torch.optim.AdamW, sizes, fused=True),
         torch_foreach=stepper(torch.optim.AdamW, sizes, foreach=True),
+        torch_default=stepper(torch.optim.AdamW, sizes),
+        **peers(sizes),
     )
 
 sizes = MODELS["resnet50"]
@@ -76,4 +89,18 @@ compare(
     apex=stepper(FusedAdam, sizes, torch.bfloat16),
     apex_masters=stepper(FusedAdam, sizes, torch.bfloat16, master_weights=True),
     torch_masters=master_recipe(sizes),
+)
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+compare(
+    "adamw_step_small_states",
+    "resnet50, bf16 parameters",
+    device=DEVICE,
+    apex=stepper(FusedAdam, sizes, BF16),
+    apex_bf16=stepper(FusedAdam, sizes, BF16, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16),
+    apex_fp8=stepper(FusedAdam, sizes, BF16, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8),
+    apex_remainders=stepper(
+        FusedAdam, sizes, BF16, master_weights=True, store_param_remainders=True
+    ),
+    torch_fused_bf16=stepper(torch.optim.AdamW, sizes, BF16, fused=True),
 )

@@ -56,6 +56,10 @@ def test_a_failed_step_changes_nothing(kind, message, warm, several_launches, de
     for index, entry in state.items():
         assert all(torch.equal(entry[k], after_state[index][k]) for k in entry)
     assert optimizer.most_recent_scale == 2.0
+    params[1].data = torch.ones_like(values[1]).contiguous()
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert params[1].ne(1).any()
 
 
 @pytest.mark.parametrize(

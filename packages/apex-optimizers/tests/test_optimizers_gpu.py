@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from apex.multi_tensor_apply import multi_tensor_axpby, multi_tensor_l2norm, multi_tensor_scale
-from apex.optimizers import FusedAdam, FusedSGD
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLARS,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
 from apex_testkit import FLOATS
 from apex_testkit.gpu import (
     assert_captures,
@@ -52,8 +60,13 @@ CASES = {
     "scale": scale,
     "axpby": axpby,
     "l2norm": l2norm,
+    "adagrad": stepper(FusedAdagrad),
     "adam": stepper(FusedAdam),
     "adam_capturable": stepper(FusedAdam, capturable=True),
+    "lamb": stepper(FusedLAMB),
+    "lars": stepper(FusedLARS, momentum=0.9),
+    "mixed_lamb": stepper(FusedMixedPrecisionLamb),
+    "novograd": stepper(FusedNovoGrad),
     "sgd": stepper(FusedSGD, momentum=0.9),
 }
 all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -84,8 +97,13 @@ def test_ops_in_a_graph(case):
 @pytest.mark.needs_gpus(1)
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(FusedAdam, {"capturable": True}), (FusedSGD, {"momentum": 0.9})],
-    ids=["adam", "sgd"],
+    [
+        (FusedAdam, {"capturable": True}),
+        (FusedLARS, {"momentum": 0.9}),
+        (FusedMixedPrecisionLamb, {}),
+        (FusedSGD, {"momentum": 0.9}),
+    ],
+    ids=["adam", "lars", "mixed_lamb", "sgd"],
 )
 def test_captured_steps_go_on_where_the_last_ended(cls, options):
     """A captured step, replayed, does what as many plain steps do: step counts live on the GPU."""

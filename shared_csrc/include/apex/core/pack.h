@@ -1,7 +1,7 @@
 // Packs: short runs of consecutive elements, loaded from storage into compute-type arrays.
 #pragma once
 
-#include "apex/core/types.h"
+#include "apex/core/storage.h"
 
 #if defined(APEX_CPU) && defined(__F16C__)
 #include <immintrin.h>
@@ -69,11 +69,18 @@ APEX_HD void store_pack(Half* target, const float (&values)[N]) {
 
 #else  // a GPU
 
+// AnyFloat counts as 16 bits: packs of 16 elements for the sake of 8-bit operands would take too
+// many registers.
+template <class S>
+constexpr size_t pack_bytes() {
+  return std::is_same_v<S, AnyFloat> ? 2 : sizeof(S);
+}
+
 // Elements per pack such that the narrowest operand is read as one 16-byte vector.
 template <class... S>
 constexpr int pack_size() {
   size_t narrowest = 16;
-  ((narrowest = sizeof(S) < narrowest ? sizeof(S) : narrowest), ...);
+  ((narrowest = pack_bytes<S>() < narrowest ? pack_bytes<S>() : narrowest), ...);
   return static_cast<int>(16 / narrowest);
 }
 

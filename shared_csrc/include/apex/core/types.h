@@ -1,4 +1,4 @@
-// 16-bit storage types, their conversion to compute types, and the compute type of each.
+// 16-bit and 8-bit storage types, their conversion to compute types, and the compute type of each.
 #pragma once
 
 #include <cstring>
@@ -18,6 +18,10 @@ struct Half {
 };
 struct BFloat16 {
   uint16_t bits;
+};
+// 4 bits of exponent, 3 of mantissa, no infinity: 2^-9 to 448 (https://arxiv.org/abs/2209.05433).
+struct Float8 {
+  uint8_t bits;
 };
 
 // The type in which values of storage type S are computed.
@@ -59,17 +63,44 @@ APEX_HD BFloat16 to_bfloat16(float value) {
   return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
 }
 
+// Without branches on values, so that compilers vectorize it.
+APEX_HD float to_float(Float8 value) {
+  uint32_t magnitude = value.bits & 0x7fu;
+  float normal = bit_cast<float>((magnitude << 20) + (120u << 23));
+  float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f;
+  uint32_t bits = bit_cast<uint32_t>(magnitude < 8 ? subnormal : normal);
+  if (magnitude == 0x7f) bits = 0x7fc00000u;
+  return bit_cast<float>(bits | (static_cast<uint32_t>(value.bits & 0x80u) << 24));
+}
+
+// Round to nearest even; what would round beyond 448 becomes NaN, as in torch.
+APEX_HD Float8 to_float8(float value) {
+  uint32_t bits = bit_cast<uint32_t>(value);
+  uint32_t sign = (bits >> 24) & 0x80u;
+  bits &= 0x7fffffffu;
+  float magnitude = bit_cast<float>(bits);
+  uint32_t normal = ((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
+  // Adding 2^23 leaves the number of steps of 2^-9, rounded, in the lowest bits.
+  uint32_t subnormal = bit_cast<uint32_t>(magnitude * 512.0f + 0x1p23f) & 0xffu;
+  uint32_t code = magnitude < 0x1p-6f ? subnormal : normal;
+  if (!(magnitude <= 464.0f)) code = 0x7fu;
+  return {static_cast<uint8_t>(sign | code)};
+}
+
 // Storage to compute type and back; exact where To holds all values of From.
 template <class To, class From>
 APEX_HD To convert(From value) {
   if constexpr (std::is_same_v<To, From>) {
     return value;
-  } else if constexpr (std::is_same_v<From, Half> || std::is_same_v<From, BFloat16>) {
+  } else if constexpr (std::is_same_v<From, Half> || std::is_same_v<From, BFloat16> ||
+                       std::is_same_v<From, Float8>) {
     return convert<To>(to_float(value));
   } else if constexpr (std::is_same_v<To, Half>) {
     return to_half(static_cast<float>(value));
   } else if constexpr (std::is_same_v<To, BFloat16>) {
     return to_bfloat16(static_cast<float>(value));
+  } else if constexpr (std::is_same_v<To, Float8>) {
+    return to_float8(static_cast<float>(value));
   } else {
     return static_cast<To>(value);
   }

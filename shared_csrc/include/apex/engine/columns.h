@@ -43,5 +43,32 @@ APEX_HD bool skipped(const F& functor) {
   }
 }
 
+// A functor whose numbers differ from tensor to tensor turns itself into that of one tensor, row
+// `tensor` of the table, with for_tensor().
+template <class F>
+APEX_HD auto of_tensor(const F& functor, int64_t tensor) {
+  if constexpr (requires { functor.for_tensor(tensor); }) {
+    return functor.for_tensor(tensor);
+  } else {
+    return functor;
+  }
+}
+
+// Terms that foreach_fold has seen: added, unless the functor says how by a static combine() with
+// identity 0, such as a maximum of values >= 0.
+template <class F>
+APEX_HD double fold_terms(double a, double b) {
+  if constexpr (requires { F::combine(a, b); }) {
+    return F::combine(a, b);
+  } else {
+    return a + b;
+  }
+}
+
+template <class F>
+struct FoldTerms {
+  APEX_HD double operator()(double a, double b) const { return fold_terms<F>(a, b); }
+};
+
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

@@ -4,7 +4,8 @@
 //
 // The functor has `value_type` and operator()(T& column0, T& column1, ...). The engine loads a pack
 // of every column, applies the functor to each lane and stores the written columns. A functor that
-// returns an int reports a condition: a non-zero result anywhere sets *functor.flag to 1.
+// returns an int reports a condition: a non-zero result anywhere sets *functor.flag to 1. One with
+// for_tensor(i) returns there the functor for row i of the table: a learning rate per tensor, say.
 #pragma once
 
 #include "apex/core/config.h"

@@ -28,7 +28,77 @@ struct ForeachBatch {
   void* data[kTensors][kColumns];
   int64_t numel[kTensors];
   int64_t first_block[kTensors];  // prefix sum of blocks
+  int64_t first_tensor;           // row of the table that data[0] is
+  Array<Storage, kColumns> storage;
   int tensors;
+
+  // The tensor that the calling block works on.
+  APEX_DEVICE int tensor_of_block() const {
+    int low = 0, high = tensors - 1;
+    while (low < high) {
+      int middle = (low + high + 1) / 2;
+      if (first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+};
+
+// Loads and stores of one column, N elements at once where there are as many.
+template <class T, int N, class Column>
+struct ColumnPacks {
+  using S = typename Column::storage;
+
+  APEX_DEVICE static S* at(void* data, int64_t offset) { return static_cast<S*>(data) + offset; }
+
+  APEX_DEVICE static bool aligned(void* data) { return is_aligned<N>(at(data, 0)); }
+
+  APEX_DEVICE static void load(void* data, int64_t offset, T (&values)[N], int count,
+                               Storage = {}) {
+    if constexpr (Column::kRead) {
+      if (count == N) {
+        load_pack(at(data, offset), values);
+      } else {
+        load_some(at(data, offset), values, count);
+      }
+    }
+  }
+
+  APEX_DEVICE static void store(void* data, int64_t offset, const T (&values)[N], int count,
+                                Storage = {}) {
+    if constexpr (Column::kWritten) {
+      if (count == N) {
+        store_pack(at(data, offset), values);
+      } else {
+        store_some(at(data, offset), values, count);
+      }
+    }
+  }
+};
+
+// The same where only the table knows the storage.
+template <class T, int N, template <class> class Access>
+struct ColumnPacks<T, N, Access<AnyFloat>> {
+  APEX_DEVICE static bool aligned(void* data) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  }
+
+  APEX_DEVICE static void load(void* data, int64_t offset, T (&values)[N], int count,
+                               Storage storage) {
+    dispatch_storage(storage, [&]<class S>() {
+      ColumnPacks<T, N, Access<S>>::load(data, offset, values, count);
+    });
+  }
+
+  APEX_DEVICE static void store(void* data, int64_t offset, const T (&values)[N], int count,
+                                Storage storage) {
+    dispatch_storage(storage, [&]<class S>() {
+      ColumnPacks<T, N, Access<S>>::store(data, offset, values, count);
+    });
+  }
 };
 
 template <class F, int N, class Indices, class... Columns>
@@ -39,33 +109,6 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
   using T = typename F::value_type;
   static constexpr bool kFlags =
       !std::is_void_v<decltype(std::declval<const F&>()(((void)I, std::declval<T&>())...))>;
-
-  template <class Column>
-  APEX_DEVICE static auto* at(void* data, int64_t offset) {
-    return static_cast<typename Column::storage*>(data) + offset;
-  }
-
-  template <class Column>
-  APEX_DEVICE static void load(void* data, int64_t offset, T (&values)[N], int count) {
-    if constexpr (Column::kRead) {
-      if (count == N) {
-        load_pack(at<Column>(data, offset), values);
-      } else {
-        load_some(at<Column>(data, offset), values, count);
-      }
-    }
-  }
-
-  template <class Column>
-  APEX_DEVICE static void store(void* data, int64_t offset, const T (&values)[N], int count) {
-    if constexpr (Column::kWritten) {
-      if (count == N) {
-        store_pack(at<Column>(data, offset), values);
-      } else {
-        store_some(at<Column>(data, offset), values, count);
-      }
-    }
-  }
 
   APEX_DEVICE static int apply(const F& functor, T (&values)[sizeof...(I)][N], int count) {
     int flags = 0;
@@ -83,16 +126,19 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
   }
 
   // All packs of one thread: every load is issued before the first is used.
-  APEX_DEVICE static int run(const F& functor, void* const* data, int64_t begin, int64_t numel) {
+  APEX_DEVICE static int run(const F& functor, void* const* data,
+                             const Array<Storage, sizeof...(I)>& storage, int64_t begin,
+                             int64_t numel) {
     T values[kForeachPacks][sizeof...(I)][N];
-    bool aligned = (is_aligned<N>(at<Columns>(data[I], 0)) && ...);
-    if (!aligned) return run_unaligned(functor, data, begin, numel);
+    bool aligned = (ColumnPacks<T, N, Columns>::aligned(data[I]) && ...);
+    if (!aligned) return run_unaligned(functor, data, storage, begin, numel);
     int flags = 0;
 #pragma unroll
     for (int k = 0; k < kForeachPacks; ++k) {
       int64_t offset = begin + (threadIdx.x + static_cast<int64_t>(k) * kForeachThreads) * N;
       int count = static_cast<int>(min(static_cast<int64_t>(N), numel - offset));
-      if (count > 0) (load<Columns>(data[I], offset, values[k][I], count), ...);
+      if (count > 0)
+        (ColumnPacks<T, N, Columns>::load(data[I], offset, values[k][I], count, storage[I]), ...);
     }
 #pragma unroll
     for (int k = 0; k < kForeachPacks; ++k) {
@@ -100,21 +146,22 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
       int count = static_cast<int>(min(static_cast<int64_t>(N), numel - offset));
       if (count > 0) {
         flags |= apply(functor, values[k], count);
-        (store<Columns>(data[I], offset, values[k][I], count), ...);
+        (ColumnPacks<T, N, Columns>::store(data[I], offset, values[k][I], count, storage[I]), ...);
       }
     }
     return flags;
   }
 
-  APEX_DEVICE static int run_unaligned(const F& functor, void* const* data, int64_t begin,
+  APEX_DEVICE static int run_unaligned(const F& functor, void* const* data,
+                                       const Array<Storage, sizeof...(I)>& storage, int64_t begin,
                                        int64_t numel) {
     int flags = 0;
     int64_t end = min(begin + int64_t{kForeachThreads} * kForeachPacks * N, numel);
     for (int64_t offset = begin + threadIdx.x; offset < end; offset += kForeachThreads) {
       T values[sizeof...(I)][N];
-      (load_some(at<Columns>(data[I], offset), values[I], Columns::kRead ? 1 : 0), ...);
+      (ColumnPacks<T, N, Columns>::load(data[I], offset, values[I], 1, storage[I]), ...);
       flags |= apply(functor, values, 1);
-      (store<Columns>(data[I], offset, values[I], 1), ...);
+      (ColumnPacks<T, N, Columns>::store(data[I], offset, values[I], 1, storage[I]), ...);
     }
     return flags;
   }
@@ -129,7 +176,8 @@ struct alignas(16) RawStorage {
 template <class Prepared, int N, class F, class... Columns>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_kernel(ForeachBatch<sizeof...(Columns)> batch, F functor) {
-  using Kernel = ForeachKernel<Prepared, N, std::index_sequence_for<Columns...>, Columns...>;
+  using Own = decltype(of_tensor(prepared(functor), 0));
+  using Kernel = ForeachKernel<Own, N, std::index_sequence_for<Columns...>, Columns...>;
   // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
   APEX_SHARED(RawStorage<Prepared>, shared);
   if (skipped(functor)) return;  // the same for all threads: nobody waits at the barrier
@@ -137,18 +185,11 @@ __global__ void __launch_bounds__(kForeachThreads)
   __syncthreads();
   const Prepared plain = *reinterpret_cast<const Prepared*>(shared.bytes);
 
-  int low = 0, high = batch.tensors - 1;
-  while (low < high) {
-    int middle = (low + high + 1) / 2;
-    if (batch.first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
+  const int tensor = batch.tensor_of_block();
   constexpr int64_t kElements = int64_t{kForeachThreads} * kForeachPacks * N;
-  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[low]) * kElements;
-  int flags = Kernel::run(plain, batch.data[low], begin, batch.numel[low]);
+  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[tensor]) * kElements;
+  const Own own = of_tensor(plain, batch.first_tensor + tensor);
+  int flags = Kernel::run(own, batch.data[tensor], batch.storage, begin, batch.numel[tensor]);
   if constexpr (Kernel::kFlags) {
     if (flags) *plain.flag = 1;  // every thread writes the same value
   }
@@ -165,6 +206,8 @@ void foreach(const Context& context, const TensorTable& table, const F& functor)
   int64_t tensor = 0;
   while (tensor < table.tensors()) {
     batch.tensors = 0;
+    batch.first_tensor = tensor;
+    batch.storage = table.storages<sizeof...(Columns)>();
     int64_t blocks = 0;
     while (tensor < table.tensors() && batch.tensors < Batch::kTensors) {
       int64_t needed = (table.numel[tensor] + kElements - 1) / kElements;
@@ -176,6 +219,7 @@ void foreach(const Context& context, const TensorTable& table, const F& functor)
       ++batch.tensors;
       ++tensor;
     }
+    if (blocks == 0) continue;  // tensors without elements
     launch(foreach_kernel<Prepared, N, F, Columns...>, dim3(static_cast<unsigned>(blocks)),
            dim3(kForeachThreads), 0, context.stream(), batch, functor);
     context.check_launch("foreach");

@@ -51,18 +51,10 @@ APEX_DEVICE double reduce_chunk(const F& functor, const S* data, int64_t begin, 
 template <class F, class S>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_chunks(ForeachBatch<1> batch, double* partials, F functor) {
-  int low = 0, high = batch.tensors - 1;
-  while (low < high) {
-    int middle = (low + high + 1) / 2;
-    if (batch.first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[low]) * kReduceChunk;
-  int64_t end = min(begin + kReduceChunk, batch.numel[low]);
-  double partial = reduce_chunk(functor, static_cast<const S*>(batch.data[low][0]), begin, end);
+  const int tensor = batch.tensor_of_block();
+  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[tensor]) * kReduceChunk;
+  int64_t end = min(begin + kReduceChunk, batch.numel[tensor]);
+  double partial = reduce_chunk(functor, static_cast<const S*>(batch.data[tensor][0]), begin, end);
   if (threadIdx.x == 0) partials[blockIdx.x] = partial;
 }
 

@@ -1,6 +1,8 @@
 // Where an op runs: threads on the CPU; device, stream and workspace on a GPU.
 #pragma once
 
+#include <vector>
+
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -29,6 +31,15 @@ class Context {
     if (end - begin <= grain) return f(begin, end);  // no region for what one thread does
     torch::stable::parallel_for(begin, end, grain, f);
   }
+
+  // Scratch memory; freed with the context.
+  void* workspace(size_t bytes) const {
+    workspaces_.emplace_back((bytes + sizeof(double) - 1) / sizeof(double));
+    return workspaces_.back().data();
+  }
+
+ private:
+  mutable std::vector<std::vector<double>> workspaces_;
 };
 
 #elif defined(APEX_EMU)

@@ -94,6 +94,21 @@ class FactsReader {
   std::vector<TensorFacts> block_;
 };
 
+inline Storage storage_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Storage::kFloat;
+    case ScalarType::Half:
+      return Storage::kHalf;
+    case ScalarType::BFloat16:
+      return Storage::kBFloat16;
+    case ScalarType::Float8_e4m3fn:
+      return Storage::kFloat8;
+    default:
+      return Storage::kOther;
+  }
+}
+
 // Whether tensors without elements get rows of their own: only where rows are results.
 enum class Empty { kLeaveOut, kKeep };
 
@@ -111,7 +126,10 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
   table.numel.reserve(first.tensors.size());
 
   std::vector<TensorFacts> references;  // of each list's first tensor
-  for (const NamedList& list : lists) references.push_back(list.tensors.facts(0));
+  for (const NamedList& list : lists) {
+    references.push_back(list.tensors.facts(0));
+    table.storage.push_back(storage_of(list.tensors[0].scalar_type()));
+  }
   FactsReader reader(lists);
   for (size_t i = 0; i < first.tensors.size(); ++i) {
     const TensorFacts* row = reader.row(i);

@@ -3,6 +3,7 @@
 from .applier import MultiTensorApply, multi_tensor_applier, multi_tensor_applier_l2norm
 from .multi_tensor_axpby import multi_tensor_axpby
 from .multi_tensor_l2norm import multi_tensor_l2norm
+from .multi_tensor_l2norm_scale import multi_tensor_l2norm_scale
 from .multi_tensor_scale import multi_tensor_scale
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "multi_tensor_applier_l2norm",
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
+    "multi_tensor_l2norm_scale",
     "multi_tensor_scale",
 ]

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._sharding import differ_in_placement, is_sharded
 
-def check_gradients(op: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+
+def check_gradients(
+    op: str, params: Sequence[Tensor], grads: Sequence[Tensor], any_dtype: bool = False
+) -> None:
     """Raise a clear error for the first gradient that a fused step cannot use.
+
+    Args:
+        any_dtype: gradients may be of another dtype than their parameter.
 
     Raises:
         RuntimeError: a gradient is sparse, or its shape, dtype or device is not its parameter's.
@@ -20,12 +27,45 @@ def check_gradients(op: str, params: Sequence[Tensor], grads: Sequence[Tensor]) 
                 f"{op}: the gradient of parameter {index} is sparse ({grad.layout}), which fused "
                 "optimizers do not support; use torch.optim.SparseAdam or torch.optim.SGD for it."
             )
-        if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
+        if differ_in_placement(param, grad):
+            raise RuntimeError(
+                f"{op}: parameter {index} and its gradient are not sharded alike: {_placed(param)} "
+                f"and {_placed(grad)}. Redistribute the gradient as its parameter is."
+            )
+        is_typed = any_dtype or grad.dtype == param.dtype
+        if not is_typed or (grad.shape, grad.device) != (param.shape, param.device):
             raise RuntimeError(
                 f"{op}: parameter {index} and its gradient differ: {describe(param)} and "
                 f"{describe(grad)}. Gradients must have shape, dtype and device of their "
                 "parameter; cast them, or use apex.amp."
             )
+
+
+def check_dense(op: str, params: Sequence[Tensor]) -> None:
+    """Raise RuntimeError for the first parameter whose elements do not fill its memory."""
+    for index, param in enumerate(params):
+        if not (param.is_contiguous() or _is_dense(param)):
+            raise RuntimeError(
+                f"{op}: parameter {index}, {describe(param)}, was not contiguous in any memory "
+                f"format: its strides are {list(param.stride())}. Optimize the tensor that it is a "
+                "view of, or a contiguous copy."
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill memory without gaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _placed(tensor: Tensor) -> str:
+    if not is_sharded(tensor):
+        return "a plain tensor"
+    return f"{tuple(tensor.placements)} on {tensor.device_mesh}"
 
 
 def describe(tensor: Tensor) -> str:
@@ -40,6 +80,8 @@ def match_layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Ten
     Autograd keeps both alike; gradients that a user or another library sets may differ.
     """
     return [
-        grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
+        grad
+        if grad.stride() == param.stride()
+        else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
         for param, grad in zip(params, grads, strict=True)
     ]

@@ -1,42 +1,10 @@
-"""Checks of FusedAdam's arguments."""
+"""The arguments of FusedAdam.step that older optimizers took."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from .._gradients import describe
-from .buckets import state_dtype
-
 _LEGACY_KEYS = frozenset({"grads", "output_params", "scale", "grad_norms", "grad_scaler"})
-
-
-def check_hyper(group: dict[str, Any]) -> None:
-    """Raise ValueError for the first hyper-parameter of a group that is out of range."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"FusedAdam: lr must have one element, got shape {list(lr.shape)}.")
-    elif not lr >= 0:
-        raise ValueError(f"FusedAdam: lr must be >= 0, got {lr}.")
-    for index, beta in enumerate(group["betas"]):
-        if not 0 <= beta < 1:
-            raise ValueError(f"FusedAdam: betas[{index}] must be in [0, 1), got {beta}.")
-    if not group["eps"] >= 0:
-        raise ValueError(f"FusedAdam: eps must be >= 0, got {group['eps']}.")
-    if not group["weight_decay"] >= 0:
-        raise ValueError(f"FusedAdam: weight_decay must be >= 0, got {group['weight_decay']}.")
-
-
-def check_params(params: list[Tensor]) -> None:
-    """Raise TypeError for the first parameter whose dtype has no kernel."""
-    for index, param in enumerate(params):
-        if state_dtype(param) is None:
-            raise TypeError(
-                f"FusedAdam: params[{index}] must be float64, float32, float16 or bfloat16, got "
-                f"{describe(param)}."
-            )
 
 
 def check_legacy(legacy: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
 // Registers adam_step, its form with held lists and adam_step_capturable: checks, types and launch;
-// the mathematics is in adam.h.
-#include "adam.h"
-
+// the mathematics is in math/adam.h.
 #include "apex/engine/foreach.h"
+#include "apex/math/adam.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/held_lists.h"
@@ -48,10 +47,10 @@ void dispatch_adam(const char* op, const TensorList& params, const TensorList& g
 void adam_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                const TensorList& exp_avg_sqs, const TensorList& masters, double lr, double beta1,
                double beta2, double eps, double weight_decay, int64_t step, bool bias_correction,
-               bool decoupled) {
+               bool decoupled, bool maximize) {
   if (params.empty()) return;
   TensorTable table = adam_table("adam_step", params, grads, exp_avgs, exp_avg_sqs, masters);
-  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction};
+  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
   Context context(params[0]);
   dispatch_adam("adam_step", params, grads, exp_avgs, exp_avg_sqs, decoupled,
                 [&]<class P, class M, Decay kDecay>() {
@@ -91,11 +90,11 @@ int64_t adam_held_count(const Tensor&) { return held_lists().size(); }
 
 void adam_step_held(int64_t held, const TensorList& grads, double lr, double beta1, double beta2,
                     double eps, double weight_decay, int64_t step, bool bias_correction,
-                    bool decoupled) {
+                    bool decoupled, bool maximize) {
   auto lists = held_lists().find("adam_step_held", held);
   const HeldLists::Lists& own = *lists;
   adam_step(own[0], grads, own[1], own[2], own[3], lr, beta1, beta2, eps, weight_decay, step,
-            bias_correction, decoupled);
+            bias_correction, decoupled, maximize);
 }
 
 void adam_step_capturable(const TensorList& params, const TensorList& grads,
@@ -103,11 +102,12 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
                           const TensorList& masters, const Tensor& lr, const Tensor& step,
                           const std::optional<Tensor>& inv_scale,
                           const std::optional<Tensor>& found_inf, double beta1, double beta2,
-                          double eps, double weight_decay, bool bias_correction, bool decoupled) {
+                          double eps, double weight_decay, bool bias_correction, bool decoupled,
+                          bool maximize) {
   if (params.empty()) return;
   const char* op = "adam_step_capturable";
   TensorTable table = adam_table(op, params, grads, exp_avgs, exp_avg_sqs, masters);
-  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction};
+  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
   for (const Tensor& t : {lr, step, inv_scale.value_or(lr), found_inf.value_or(lr)}) {
     check(t.get_device_index() == params[0].get_device_index() && t.is_cpu() == params[0].is_cpu(),
           op, ": lr, step, inv_scale and found_inf must be on the device of params.");

@@ -53,7 +53,8 @@ def adam_held_count(like: Tensor) -> int:
 
 @library.define(
     "adam_step_held(int held, Tensor[] grads, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, bool bias_correction, bool decoupled) -> ()"
+    "float weight_decay, int step, bool bias_correction, bool decoupled, "
+    "bool maximize=False) -> ()"
 )
 def adam_step_held(
     held: int,
@@ -66,6 +67,7 @@ def adam_step_held(
     step: int,
     bias_correction: bool,
     decoupled: bool,
+    maximize: bool = False,
 ) -> None:
     """:func:`adam_step` on held lists: same checks, errors and results.
 

@@ -14,7 +14,8 @@ _LISTS = (
 
 @library.define(
     "adam_step(" + _LISTS.format(grads="") + "float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int step, bool bias_correction, bool decoupled) -> ()"
+    "float weight_decay, int step, bool bias_correction, bool decoupled, "
+    "bool maximize=False) -> ()"
 )
 def adam_step(
     params: list[Tensor],
@@ -30,6 +31,7 @@ def adam_step(
     step: int,
     bias_correction: bool,
     decoupled: bool,
+    maximize: bool = False,
 ) -> None:
     """One Adam step over lists of tensors, in place.
 
@@ -44,6 +46,7 @@ def adam_step(
         step: 1 for the first step.
         bias_correction: divide the moments by ``1 - beta**step``.
         decoupled: AdamW; else the decay is added to the gradient.
+        maximize: use the negative gradient.
 
     Raises:
         RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
@@ -56,7 +59,8 @@ def adam_step(
 @library.define(
     "adam_step_capturable(" + _LISTS.format(grads="(b!)") + "Tensor lr, Tensor step, "
     "Tensor? inv_scale, Tensor? found_inf, float beta1, float beta2, float eps, "
-    "float weight_decay, bool bias_correction, bool decoupled) -> ()"
+    "float weight_decay, bool bias_correction, bool decoupled, "
+    "bool maximize=False) -> ()"
 )
 def adam_step_capturable(
     params: list[Tensor],
@@ -74,6 +78,7 @@ def adam_step_capturable(
     weight_decay: float,
     bias_correction: bool,
     decoupled: bool,
+    maximize: bool = False,
 ) -> None:
     """:func:`adam_step` whose changing numbers live on the device, for CUDA graphs.
 

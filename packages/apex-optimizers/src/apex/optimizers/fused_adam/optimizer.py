@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import Bucket, BucketCache
-from .checks import check_hyper, check_legacy, check_params
+from .._buckets import MASTER, StateLayout
+from .._checks import check_betas, check_lr, check_not_negative
+from .buckets import AdamBucket
+from .checks import check_legacy
+from .compact_states import CompactStates
+from .moments import compact_step
 from .ops import adam_step, adam_step_capturable
-from .state import complete_groups, load_adam_state, separate_steps
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(CompactStates):
     r"""Adam and AdamW, updating all parameters of one device and dtype in a single launch.
 
     .. math::
@@ -29,7 +32,8 @@ class FusedAdam(torch.optim.Optimizer):
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
             float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format (contiguous, channels_last, transposed).
+            any format (contiguous, channels_last, transposed). Of DTensors, such as FSDP2's, every
+            process updates its shard.
         lr: learning rate :math:`\eta`, parameter units per step; ``>= 0``. A number, or a tensor of
             one element.
         bias_correction: divide the moments by :math:`1-\beta^t`.
@@ -44,18 +48,32 @@ class FusedAdam(torch.optim.Optimizer):
             are unscaled in the same pass.
         master_weights: keep a float32 copy of 16-bit parameters, update it, and round into the
             parameter. The copy is made at the first step and is part of the state.
+        maximize: use the negative gradient.
+        exp_avg_dtype, exp_avg_sq_dtype: what the moments of parameters other than float64 are kept
+            in: float32, bfloat16, or float16 or float8_e4m3fn (or uint8, which means the same) with
+            a scale per tensor that follows the largest value. The mathematics stays float32.
+        master_weight_dtype: float32, the only one there is.
+        store_param_remainders: with ``master_weights``: of the masters of bfloat16 parameters keep
+            only the 16 bits that the parameter lacks. The parameter is then the master rounded with
+            ties away from zero, instead of to even.
+        use_decoupled_grad: take gradients from the parameters' attribute ``decoupled_grad``, of any
+            16- or 32-bit dtype, instead of ``grad``; ``zero_grad`` then sets that to None.
 
     State, per parameter, same shape and memory format as the parameter:
-        ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters; ``step``: the count
-        of steps that the parameter took; ``master_param``: float32, with ``master_weights``. Names
-        and meaning are those of :class:`torch.optim.AdamW`. ``group["step"]`` counts the group's
-        steps: an int, or an int32 tensor ``[1]`` when capturable.
+        ``exp_avg``, ``exp_avg_sq``: float32, or as chosen, or float64 for float64 parameters;
+        ``step``: the count of steps that the parameter took; ``master_param``: with
+        ``master_weights``, float32, or int16 remainders; ``moment_scales``: float32 [2], with
+        scaled moments. In :meth:`state_dict` all are float32 without scales. Names and meaning are
+        those of :class:`torch.optim.AdamW`. ``group["step"]`` counts the group's steps: an int, or
+        an int32 tensor ``[1]`` when capturable. Bytes per parameter: 8; with bfloat16 or float16
+        moments 4, with float8 2; masters 4 more, remainders 2 more.
 
     Raises:
-        ValueError: a hyper-parameter is out of range.
+        ValueError: a hyper-parameter is out of range, or a dtype is none of those.
         TypeError: a parameter is not real floating point.
-        RuntimeError: ``amsgrad``; in :meth:`step`: a gradient is sparse or does not match its
-            parameter. No parameter and no state is changed then.
+        RuntimeError: ``amsgrad``; ``capturable`` with states of other dtypes than float32; in
+            :meth:`step`: a gradient is sparse or does not match its parameter. No parameter and no
+            state is changed then.
 
     Note:
         Differs from ``torch.optim.AdamW`` in that 16-bit parameters are updated in float32 and
@@ -73,6 +91,22 @@ class FusedAdam(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
+    layout = StateLayout(
+        "FusedAdam", ("exp_avg", "exp_avg_sq"), has_masters=True, updates_shards=True
+    )
+    kept_attributes = (
+        "adam_w_mode",
+        "capturable",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "layout",
+        "master_weights",
+        "store_param_remainders",
+        "use_decoupled_grad",
+        "_step_supports_amp_scaling",
+    )
+    bucket_class = AdamBucket
+
     def __init__(
         self,
         params: Any,
@@ -86,6 +120,13 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        maximize: bool = False,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam: amsgrad=True is not supported; use torch.optim.AdamW.")
@@ -93,16 +134,22 @@ class FusedAdam(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         self.capturable = capturable
         self.master_weights = master_weights
+        self.set_storage(
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
+            master_weight_dtype,
+            store_param_remainders,
+            use_decoupled_grad,
+        )
         # torch.amp.GradScaler.step() then sets grad_scale and found_inf instead of unscaling.
         self._step_supports_amp_scaling = capturable
-        self._buckets = BucketCache()
-        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "maximize": maximize,
         }
         super().__init__(params, defaults)
 
@@ -115,70 +162,23 @@ class FusedAdam(torch.optim.Optimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
-        """Per group, the float32 master of each parameter, or None where there is none."""
+        """Per group, the master of each parameter as it is kept, or None where there is none."""
         return [
-            {"params": [self.state.get(p, {}).get("master_param") for p in group["params"]]}
+            {"params": [self.state.get(p, {}).get(MASTER) for p in group["params"]]}
             for group in self.param_groups
         ]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
+    def check_group(self, group: dict[str, Any]) -> None:
+        check_lr("FusedAdam", group["lr"])
+        check_betas("FusedAdam", group["betas"])
+        check_not_negative("FusedAdam", group, ("eps", "weight_decay"))
 
-        Raises:
-            ValueError: a hyper-parameter of the group is out of range.
-            TypeError: a parameter is not real floating point.
-        """
-        check_hyper({**self.defaults, **param_group})
-        before = len(self.param_groups)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_params(group["params"])
-        except TypeError:
-            del self.param_groups[before:]
-            raise
-        if self.capturable and not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients: set them to None, or to zero.
-
-        Args:
-            set_to_none: defaults to the constructor's ``set_grad_none``.
-        """
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._buckets = BucketCache()
-        complete_groups(self.param_groups, self.defaults)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch's own keeps only three entries, which would lose the mode of the formula.
-        return {
-            **super().__getstate__(),
-            "adam_w_mode": self.adam_w_mode,
-            "set_grad_none": self.set_grad_none,
-            "capturable": self.capturable,
-            "master_weights": self.master_weights,
-            "_step_supports_amp_scaling": self._step_supports_amp_scaling,
-            "_dummy_overflow_buf": self._dummy_overflow_buf,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, loadable by this class and by ``torch.optim.AdamW`` and ``Adam``."""
-        return separate_steps(super().state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, of ``torch.optim.Adam`` or ``AdamW``, or of Apex's FusedAdam.
-
-        Moments keep their precision: they are not cast to the dtype of 16-bit parameters.
-
-        Raises:
-            ValueError: groups, or shapes of the state, do not fit. Nothing is changed then.
-        """
-        load_adam_state(self, state_dict, super().load_state_dict)
-        self._buckets = BucketCache()
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        if "max_exp_avg_sq" in saved:
+            raise ValueError(
+                "FusedAdam.load_state_dict: the state is of an optimizer with amsgrad=True, which "
+                "FusedAdam does not support."
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **legacy: Any) -> Any:
@@ -201,25 +201,20 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        buckets = self._buckets.collect(self)
-        if len(buckets) > 1:
-            # With a single bucket the kernel itself checks everything before it writes.
-            for bucket in buckets:
-                bucket.check()
-        for bucket in buckets:
-            if self.capturable:
-                self._step_capturable(bucket)
-            else:
-                self._step_eager(bucket)
-        self._advance_groups(buckets)
+        self.step_buckets(self.checked_buckets())
         return loss
 
-    def _step_eager(self, bucket: Bucket) -> None:
+    def step_bucket(self, bucket: AdamBucket) -> None:
+        if self.capturable:
+            self._step_capturable(bucket)
+        else:
+            self._step_eager(bucket)
+
+    def _step_eager(self, bucket: AdamBucket) -> None:
         group = bucket.group
         beta1, beta2 = group["betas"]
         step = bucket.step_number + 1
-        bucket.run(
-            adam_step,
+        hyper = (
             float(group["lr"]),
             beta1,
             beta2,
@@ -229,21 +224,26 @@ class FusedAdam(torch.optim.Optimizer):
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
         )
+        if bucket.is_compact:
+            gradient_scale = -1.0 if group["maximize"] else 1.0
+            bucket.run(compact_step, bucket.scales, *hyper, gradient_scale)
+        else:
+            bucket.run(adam_step, *hyper, bool(group["maximize"]))
         bucket.set_step(step)
 
-    def _step_capturable(self, bucket: Bucket) -> None:
+    def _step_capturable(self, bucket: AdamBucket) -> None:
         group = bucket.group
         beta1, beta2 = group["betas"]
         device = bucket.params[0].device
-        if group["lr"].device != device or group["lr"].dtype != torch.float32:
-            group["lr"] = group["lr"].to(device, torch.float32)
+        # Schedulers may have put another number, or a tensor elsewhere, into the group.
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         inv_scale = None if scale is None else scale.to(device, torch.double).reciprocal().float()
         found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
-        step = bucket.step_tensor
         bucket.check()
         # This call's flag decides: a skipped step does not count.
-        step += 1 if found_inf is None else (found_inf == 0).to(step.dtype)
+        counted = bucket.step_tensor
+        step = counted + (1 if found_inf is None else (found_inf == 0).to(counted.dtype))
         bucket.run(
             adam_step_capturable,
             group["lr"],
@@ -256,12 +256,6 @@ class FusedAdam(torch.optim.Optimizer):
             group["weight_decay"],
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
+            bool(group["maximize"]),
         )
-
-    def _advance_groups(self, buckets: list[Bucket]) -> None:
-        for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
-            own = [bucket for bucket in buckets if bucket.group is group]
-            if self.capturable:
-                group["step"] = own[0].step_tensor
-            else:
-                group["step"] = max(group.get("step", 0) + 1, *(b.step_number for b in own))
+        counted.copy_(step)

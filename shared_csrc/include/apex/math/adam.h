@@ -8,7 +8,7 @@
 
 #include "apex/core/scalar.h"
 
-namespace apex::optimizers {
+namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 enum class Decay { kL2, kDecoupled };
@@ -22,8 +22,10 @@ struct AdamStep {
   T alpha1, alpha2;                            // 1 - beta
   T inverse_correction1, inverse_correction2;  // 1 / (1 - beta^t), or 1 without bias correction
 
+  T sign = T(1);  // -1 to maximize
+
   APEX_HD void operator()(T& p, T& g, T& m, T& v) const {
-    T gradient = g;
+    T gradient = sign * g;
     if constexpr (kDecay == Decay::kL2) gradient += weight_decay * p;
     m = beta1 * m + alpha1 * gradient;
     v = beta2 * v + alpha2 * gradient * gradient;
@@ -37,6 +39,7 @@ struct AdamStep {
 struct AdamHyper {
   double beta1, beta2, eps, weight_decay;
   bool bias_correction;
+  bool maximize = false;
 };
 
 template <class T, Decay kDecay>
@@ -51,7 +54,8 @@ APEX_HD AdamStep<T, kDecay> make_adam_step(const AdamHyper& hyper, double lr, do
           static_cast<T>(1 - hyper.beta1),
           static_cast<T>(1 - hyper.beta2),
           static_cast<T>(1 / correction1),
-          static_cast<T>(1 / correction2)};
+          static_cast<T>(1 / correction2),
+          static_cast<T>(hyper.maximize ? -1 : 1)};
 }
 
 // Unscales the gradient, and leaves the unscaled value where it was, before the step.
@@ -108,4 +112,4 @@ struct CapturableAdam {
 };
 
 }  // namespace APEX_BACKEND_NS
-}  // namespace apex::optimizers
+}  // namespace apex

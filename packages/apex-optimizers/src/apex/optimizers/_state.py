@@ -1,4 +1,4 @@
-"""State dicts of FusedAdam: exchange with torch.optim and with Apex's own layout."""
+"""State dicts: exchange with torch.optim and with Apex's own layout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._gradients import describe
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "master_param")
+from ._buckets import MASTER
+from ._gradients import describe
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -32,23 +31,25 @@ def separate_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def load_adam_state(
+def load_state(
     optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Check the whole state, load it, and put the moments back in the precision they came in."""
-    pairs = _matching_params(optimizer, state_dict)
+    """Check the whole state, load it, and put the moments back in the precision they came in.
+
+    Raises:
+        ValueError: groups, or shapes of the state, do not fit. Nothing is changed then.
+    """
+    pairs = matching_params(optimizer, state_dict)
+    layout = optimizer.layout
     for param, saved in pairs:
-        for key in _MOMENTS:
+        for key in (*layout.moments, MASTER):
             if key in saved and saved[key].shape != param.shape:
                 raise ValueError(
-                    f"FusedAdam.load_state_dict: state {key!r} has shape {list(saved[key].shape)}, "
-                    f"but its parameter is {describe(param)}. The checkpoint is of another model."
+                    f"{layout.optimizer}.load_state_dict: state {key!r} has shape "
+                    f"{list(saved[key].shape)}, but its parameter is {describe(param)}. The "
+                    "checkpoint is of another model."
                 )
-        if "max_exp_avg_sq" in saved:
-            raise ValueError(
-                "FusedAdam.load_state_dict: the state is of an optimizer with amsgrad=True, which "
-                "FusedAdam does not support."
-            )
+        optimizer.check_saved(saved)
     load(state_dict)
     complete_groups(optimizer.param_groups, optimizer.defaults)
     for param, saved in pairs:
@@ -57,14 +58,21 @@ def load_adam_state(
         _restore_group(optimizer, group)
 
 
-def _matching_params(optimizer: Any, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict]]:
+def matching_params(
+    optimizer: Any, state_dict: dict[str, Any]
+) -> list[tuple[Tensor, dict[str, Any]]]:
+    """The optimizer's parameters with the saved state of each that has one.
+
+    Raises:
+        ValueError: the saved groups have other numbers of parameters.
+    """
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
         raise ValueError(
-            f"FusedAdam.load_state_dict: the optimizer has groups of {sizes} parameters, but the "
-            f"state has groups of {saved_sizes}."
+            f"{optimizer.layout.optimizer}.load_state_dict: the optimizer has groups of {sizes} "
+            f"parameters, but the state has groups of {saved_sizes}."
         )
     params = [param for group in groups for param in group["params"]]
     indices = [index for group in saved_groups for index in group["params"]]
@@ -74,30 +82,29 @@ def _matching_params(optimizer: Any, state_dict: dict[str, Any]) -> list[tuple[T
 
 def _restore(optimizer: Any, param: Tensor, saved: dict[str, Any]) -> None:
     """torch casts state to the parameter's dtype when it loads; the kernels need it wide."""
-    from .buckets import state_dtype
-
-    state = optimizer.state[param]
-    for key in _MOMENTS:
-        if key not in saved:
-            continue
-        dtype = torch.float32 if key == "master_param" else state_dtype(param)
-        value = torch.empty_like(param, dtype=dtype)
-        state[key] = value.copy_(saved[key])
+    for key in (*optimizer.layout.moments, MASTER):
+        if key in saved:
+            optimizer.restore_moment(param, key, saved[key])
 
 
 def _restore_group(optimizer: Any, group: dict[str, Any]) -> None:
     """``group["step"]`` of the kind this optimizer keeps, also from torch's per-parameter steps."""
+    if optimizer.layout.counts_group_steps:
+        _restore_count(optimizer, group)
+    if optimizer.capturable:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
+    elif isinstance(group["lr"], Tensor) and not isinstance(optimizer.defaults["lr"], Tensor):
+        group["lr"] = float(group["lr"])
+
+
+def _restore_count(optimizer: Any, group: dict[str, Any]) -> None:
     steps = [optimizer.state[p].get("step") for p in group["params"] if p in optimizer.state]
     known = [int(step) for step in steps if step is not None]
     count = int(group["step"]) if "step" in group else max(known, default=0)
     if count == 0 and not known:
         group.pop("step", None)
     elif optimizer.capturable:
-        device = group["params"][0].device
+        device = group["params"][0].device if group["params"] else None
         group["step"] = torch.tensor([count], dtype=torch.int32, device=device)
     else:
         group["step"] = count
-    if optimizer.capturable:
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
-    elif isinstance(group["lr"], Tensor) and not isinstance(optimizer.defaults["lr"], Tensor):
-        group["lr"] = float(group["lr"])

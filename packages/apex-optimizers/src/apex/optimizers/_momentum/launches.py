@@ -1,16 +1,17 @@
-"""Which parameters of a group one call of sgd_step can update, decided once and kept."""
+"""Which parameters of a group one call of a step operator can update, decided once and kept."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._gradients import check_gradients, describe, match_layouts
+from .._gradients import check_dense, check_gradients, match_layouts
+from .._sharding import is_sharded, local_tensors
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
 
@@ -21,8 +22,9 @@ _device_of = operator.attrgetter("device")
 
 @dataclasses.dataclass
 class Launch:
-    """The lists of one call of sgd_step; all have one length, or are empty where not needed."""
+    """The lists of one call of a step; all have one length, or are empty where not needed."""
 
+    optimizer: str  # for messages
     group: dict[str, Any]
     params: list[Tensor]  # what is updated: the model's parameters, or their float32 masters
     sources: list[Tensor]  # whose .grad is used
@@ -34,14 +36,15 @@ class Launch:
 
     def check(self) -> None:
         """Raise if a parameter or gradient cannot be used, before anything is changed."""
-        check_gradients("FusedSGD.step", self.sources, self.grads)
-        for index, param in enumerate(self.params):
-            if not _is_dense(param):
-                raise RuntimeError(
-                    f"FusedSGD.step: parameter {index}, {describe(param)}, was not contiguous in "
-                    f"any memory format: its strides are {list(param.stride())}. Optimize the "
-                    "tensor that it is a view of, or a contiguous copy."
-                )
+        check_gradients(f"{self.optimizer}.step", self.sources, self.grads)
+        check_dense(f"{self.optimizer}.step", self.params)
+
+    def on_shards(self) -> Launch:
+        """The same with the shards of DTensors, which is all that a kernel sees of them."""
+        if not is_sharded(self.params[0]):
+            return self
+        lists = ("params", "copies", "grads", "buffers")
+        return dataclasses.replace(self, **{n: local_tensors(getattr(self, n)) for n in lists})
 
     def match_gradients(self) -> bool:
         """Copy gradients whose memory is laid out differently; return whether there were any."""
@@ -50,10 +53,10 @@ class Launch:
         self.grads = matched
         return differed
 
-    def conform_buffers(self) -> None:
+    def conform_buffers(self, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
         """Make buffers that are missing, or whose dtype, device or layout a checkpoint changed."""
         self.buffers = [
-            buffer if _is_alike(buffer, param) else _like(buffer, param)
+            buffer_like(param, buffer, dtype_of(param))
             for param, buffer in zip(self.params, self.buffers, strict=bool(self.buffers))
         ]
 
@@ -70,7 +73,8 @@ class GroupLaunches:
     and buffers change. Gradients and buffers themselves are read anew in every step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: str) -> None:
+        self._optimizer = optimizer
         self._lists: tuple[Sequence[Tensor | None], ...] = ()  # params, sources, copies
         self._traits: tuple[Any, ...] = ()
         self._divisions: list[tuple[list[int], bool]] = []  # (indices, is_first_run)
@@ -110,7 +114,10 @@ class GroupLaunches:
         if is_new:
             self._divide(lists, traits)
         lists = (*lists, grads, buffers)
-        return [_launch(group, lists, *division, is_new) for division in self._divisions]
+        return [
+            _launch(self._optimizer, group, lists, *division, is_new)
+            for division in self._divisions
+        ]
 
     def _divide(self, lists: tuple[Sequence[Tensor], ...], traits: tuple[Any, ...]) -> None:
         has_momentum, dtypes, devices, without_grad, without_buffer = traits
@@ -120,7 +127,8 @@ class GroupLaunches:
                 continue
             copy_dtype = None if copy is None else copy.dtype
             is_first_run = has_momentum and without_buffer[i]
-            key = (devices[i], dtypes[i], source.dtype, copy_dtype, is_first_run)
+            kind = (devices[i], dtypes[i], is_sharded(source), source.dtype, copy_dtype)
+            key = (*kind, is_first_run)
             chosen.setdefault(key, []).append(i)
         self._divisions = [(indices, key[-1]) for key, indices in chosen.items()]
         self._lists = tuple(map(list, lists))
@@ -135,33 +143,17 @@ def _buffers(params: list[Tensor], state: dict[Tensor, Any]) -> list[Tensor | No
     return [state[p].get(BUFFER) if p in state else None for p in params]
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill memory without gaps, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _is_alike(buffer: Tensor | None, param: Tensor) -> bool:
-    return buffer is not None and (buffer.dtype, buffer.device, buffer.stride()) == (
-        param.dtype,
-        param.device,
-        param.stride(),
-    )
-
-
-def _like(buffer: Tensor | None, param: Tensor) -> Tensor:
-    """The buffer in its parameter's dtype, device and layout; a missing one is left unwritten."""
-    made = torch.empty_like(param, requires_grad=False)
-    return made if buffer is None else made.copy_(buffer)
+def buffer_like(param: Tensor, buffer: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The buffer in this dtype and its parameter's device and layout; a new one is not written."""
+    if buffer is None:
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    if (buffer.dtype, buffer.device, buffer.stride()) == (dtype, param.device, param.stride()):
+        return buffer
+    return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(buffer)
 
 
 def _launch(
+    optimizer: str,
     group: dict[str, Any],
     lists: tuple[list, ...],
     indices: list[int],
@@ -175,4 +167,4 @@ def _launch(
         copies = []
     if group["momentum"] == 0:
         buffers = []
-    return Launch(group, params, sources, copies, grads, buffers, is_first_run, is_new)
+    return Launch(optimizer, group, params, sources, copies, grads, buffers, is_first_run, is_new)

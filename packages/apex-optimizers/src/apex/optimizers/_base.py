@@ -1,0 +1,187 @@
+"""What the fused optimizers have in common: groups, states, checkpoints, and a step in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ._buckets import MASTER, Bucket, BucketCache, StateLayout, state_dtype
+from ._checks import check_params, check_shards
+from ._state import complete_groups, load_state, separate_steps
+
+
+def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Let torch.compile call ``step`` instead of looking into it, as it does torch's fused ones.
+
+    A step is one operator per bucket: there is nothing to fuse, and step counts would make it
+    compile anew at each. Not a decorator, because that would import the compiler with the package.
+    """
+    if not getattr(optimizer_class.step, "_torchdynamo_disable", False):
+        optimizer_class.step = torch.compiler.disable(optimizer_class.step)  # type: ignore[method-assign]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers here; a subclass checks hyper-parameters and steps one bucket.
+
+    All gradients are checked, and all states made, before the first parameter changes.
+    """
+
+    layout: StateLayout  # of the class
+    # Attributes that the formula depends on; torch's own pickling would lose them.
+    kept_attributes: ClassVar[tuple[str, ...]] = ()
+    bucket_class: ClassVar[type[Bucket]] = Bucket
+
+    set_grad_none = True
+    capturable = False
+    master_weights = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        keep_from_tracing(type(self))
+        self._buckets = BucketCache(self.bucket_class)
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
+        super().__init__(params, defaults)
+
+    # What a subclass supplies.
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
+        raise NotImplementedError
+
+    def step_bucket(self, bucket: Bucket) -> None:
+        """Update the parameters of one bucket."""
+        raise NotImplementedError
+
+    # What a subclass may change.
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Raise ValueError if the saved state of a parameter is not of this kind of optimizer."""
+
+    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
+        """Dtype in which a moment of a parameter is kept."""
+        return state_dtype(param)
+
+    def init_state(self, group: dict[str, Any], param: Tensor) -> int:
+        """Make what is missing of a parameter's state; return the number of steps it has taken."""
+        state = self.state[param]
+        is_new = not any(key in state for key in self.layout.moments)
+        for key in self.layout.moments:
+            if key not in state:
+                dtype = self.moment_dtype(key, param)
+                state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        if self.needs_master(param) and MASTER not in state:
+            state[MASTER] = param.detach().clone().float()
+        # States of Apex's optimizers have no step of their own.
+        return int(state.get("step", 0 if is_new else group.get("step", 0)))
+
+    def restore_moment(self, param: Tensor, key: str, value: Tensor) -> None:
+        """Put a saved moment, or master, into the state, in the dtype in which it is kept."""
+        dtype = torch.float32 if key == MASTER else self.moment_dtype(key, param)
+        stored = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        self.state[param][key] = stored.copy_(value)
+
+    def needs_master(self, param: Tensor) -> bool:
+        """Whether a float32 copy of a parameter is kept."""
+        return self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
+
+    # The optimizer as its users see it.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: a hyper-parameter of the group is out of range.
+            TypeError: a parameter is not real floating point.
+        NotImplementedError: a parameter is a DTensor, and the formula needs norms of the whole.
+        """
+        self.check_group({**self.defaults, **param_group})
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_params(self.layout.optimizer, group["params"])
+            if not self.layout.updates_shards:
+                check_shards(self.layout.optimizer, group["params"])
+        except (TypeError, NotImplementedError):
+            del self.param_groups[before:]
+            raise
+        if self.capturable and not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients: set them to None, or to zero.
+
+        Args:
+            set_to_none: defaults to the constructor's ``set_grad_none``.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buckets = BucketCache(self.bucket_class)
+        complete_groups(self.param_groups, self.defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("set_grad_none", "_dummy_overflow_buf", *self.kept_attributes)
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state; keys are those of the optimizer of the same formula in ``torch.optim``."""
+        return separate_steps(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, of its counterpart in ``torch.optim``, or of Apex's.
+
+        Moments keep their precision: they are not cast to the dtype of 16-bit parameters.
+
+        Raises:
+            ValueError: groups, or shapes of the state, do not fit. Nothing is changed then.
+        """
+        load_state(self, state_dict, super().load_state_dict)
+        self._buckets = BucketCache(self.bucket_class)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; parameters without gradient are left alone.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            RuntimeError: a gradient cannot be used; nothing is changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_buckets(self.checked_buckets())
+        return loss
+
+    def checked_buckets(self) -> list[Bucket]:
+        """The buckets of this step, none of which will fail for its gradients."""
+        buckets = self._buckets.collect(self)
+        if len(buckets) > 1:
+            # With a single bucket the kernel itself checks everything before it writes.
+            for bucket in buckets:
+                bucket.check()
+        return buckets
+
+    def step_buckets(self, buckets: list[Bucket]) -> None:
+        """Update all parameters and count the step."""
+        for bucket in buckets:
+            self.step_bucket(bucket)
+        if self.layout.counts_group_steps:
+            self._advance_groups(buckets)
+
+    def _advance_groups(self, buckets: list[Bucket]) -> None:
+        for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
+            own = [bucket for bucket in buckets if bucket.group is group]
+            if self.capturable:
+                group["step"] = own[0].step_tensor
+            else:
+                group["step"] = max(group.get("step", 0) + 1, *(b.step_number for b in own))

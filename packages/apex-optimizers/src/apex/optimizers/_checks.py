@@ -1,0 +1,58 @@
+"""Checks that several optimizers share; every message names optimizer, argument and value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ._buckets import state_dtype
+from ._gradients import describe
+from ._sharding import is_sharded
+
+
+def check_lr(optimizer: str, lr: Any) -> None:
+    """Raise ValueError unless ``lr`` is a number >= 0 or a tensor of one element."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"{optimizer}: lr must have one element, got shape {list(lr.shape)}.")
+    elif lr is None:
+        raise ValueError(f"{optimizer}: lr must be given, to the optimizer or to every group.")
+    elif not lr >= 0:
+        raise ValueError(f"{optimizer}: lr must be >= 0, got {lr}.")
+
+
+def check_not_negative(optimizer: str, group: dict[str, Any], names: Iterable[str]) -> None:
+    """Raise ValueError for the first of these hyper-parameters that is negative or NaN."""
+    for name in names:
+        if not group[name] >= 0:
+            raise ValueError(f"{optimizer}: {name} must be >= 0, got {group[name]}.")
+
+
+def check_betas(optimizer: str, betas: tuple[float, float]) -> None:
+    """Raise ValueError unless both decays are in [0, 1)."""
+    for index, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{optimizer}: betas[{index}] must be in [0, 1), got {beta}.")
+
+
+def check_params(optimizer: str, params: list[Tensor]) -> None:
+    """Raise TypeError for the first parameter whose dtype has no kernel."""
+    for index, param in enumerate(params):
+        if state_dtype(param) is None:
+            raise TypeError(
+                f"{optimizer}: params[{index}] must be float64, float32, float16 or bfloat16, got "
+                f"{describe(param)}."
+            )
+
+
+def check_shards(optimizer: str, params: list[Tensor]) -> None:
+    """Raise NotImplementedError for the first parameter that is a DTensor."""
+    for index, param in enumerate(params):
+        if is_sharded(param):
+            raise NotImplementedError(
+                f"{optimizer}: params[{index}] is a DTensor, placed {tuple(param.placements)}. Its "
+                "update needs norms of whole tensors, of which a process has only a shard. Use "
+                "FusedAdam, FusedAdagrad or FusedSGD for sharded parameters."
+            )

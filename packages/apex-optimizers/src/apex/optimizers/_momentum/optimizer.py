@@ -1,0 +1,234 @@
+"""The base of optimizers with a momentum buffer, with or without master weights of amp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._base import keep_from_tracing
+from .._checks import check_lr, check_not_negative, check_params, check_shards
+from .checks import check_state_dict
+from .launches import BUFFER, GroupLaunches, Launch
+
+# Attributes that the formula depends on, or that amp sets; torch's own pickling would lose them.
+_ATTRIBUTES = (
+    "wd_after_momentum",
+    "materialize_master_grads",
+    "set_grad_none",
+    "most_recent_scale",
+    "scale_set_by_backward",
+    "_dummy_overflow_buf",
+)
+
+
+class MomentumOptimizer(torch.optim.Optimizer):
+    """Divides parameters into launches and keeps their buffers; a subclass runs one launch."""
+
+    name: ClassVar[str]  # for messages
+    updates_shards: ClassVar[bool] = True  # whether a shard can be updated without the others
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        wd_after_momentum: bool,
+        materialize_master_grads: bool,
+        set_grad_none: bool,
+    ) -> None:
+        keep_from_tracing(type(self))
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.set_grad_none = set_grad_none
+        # Set by amp: gradients are this many times too large in the next step.
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
+        self._launches: list[GroupLaunches] = []
+        super().__init__(params, defaults)
+
+    # What a subclass supplies, or changes.
+
+    def run_launch(self, launch: Launch, lr: float, device_lr: Tensor | None, scale: float) -> None:
+        """Call the step's operator.
+
+        Args:
+            launch: the lists.
+            lr, device_lr: the learning rate, or float32 on the device, used instead where given.
+            scale: to multiply gradients by; negative to maximize.
+        """
+        raise NotImplementedError
+
+    def buffer_dtype(self, param: Tensor) -> torch.dtype:
+        """Dtype of the momentum buffer of a parameter."""
+        return param.dtype
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
+        check_lr(self.name, group["lr"])
+        check_not_negative(self.name, group, ("momentum", "weight_decay"))
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                f"{self.name}: nesterov=True needs momentum > 0 and dampening = 0, got momentum "
+                f"{group['momentum']} and dampening {group['dampening']}."
+            )
+
+    # The optimizer as its users see it.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: a hyper-parameter of the group is out of range, or it has no ``lr``.
+            TypeError: a parameter is not real floating point.
+            NotImplementedError: a parameter is a DTensor, and the formula needs norms of the whole.
+        """
+        self.check_group({**self.defaults, **param_group})
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            check_params(self.name, self.param_groups[-1]["params"])
+            if not self.updates_shards:
+                check_shards(self.name, self.param_groups[-1]["params"])
+        except (TypeError, NotImplementedError):
+            del self.param_groups[before:]
+            raise
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients: set them to None, or to zero.
+
+        Args:
+            set_to_none: as in torch; without it, see the constructor's ``set_grad_none``.
+        """
+        if set_to_none is not None:
+            super().zero_grad(set_to_none)
+        elif self.set_grad_none:
+            super().zero_grad(True)
+        else:
+            super().zero_grad()
+
+    def get_momentums(self, params: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """The momentum buffers of ``params``, made of zeros where missing.
+
+        Returns:
+            The buffers, and whether none of them existed, that is, the next step is the first.
+            :meth:`step` does not use it: it knows per parameter which step is the first.
+        """
+        existing = [self.state[p].get(BUFFER) for p in params]
+        for param, buffer in zip(params, existing, strict=True):
+            if buffer is None:
+                dtype = self.buffer_dtype(param)
+                self.state[param][BUFFER] = torch.zeros_like(
+                    param, dtype=dtype, requires_grad=False
+                )
+        buffers = [self.state[p][BUFFER] for p in params]
+        return buffers, all(buffer is None for buffer in existing)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _ATTRIBUTES}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._launches = []
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, of its counterpart in ``torch.optim``, or of Apex's.
+
+        Raises:
+            ValueError: groups, or shapes of the state, do not fit; or ``differentiable`` is set.
+                Nothing is changed then.
+        """
+        saved = check_state_dict(self, state_dict)
+        super().load_state_dict(state_dict)
+        for param, buffer in saved:
+            # torch casts to the parameter's dtype, or takes the very tensors of the state dict.
+            own = torch.empty_like(param, dtype=self.buffer_dtype(param), requires_grad=False)
+            self.state[param][BUFFER] = own.copy_(buffer)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; parameters without gradient are left alone.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            RuntimeError: a gradient cannot be used; nothing is changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._run_all(self._collect())
+        except BaseException:
+            self._launches = []  # divisions whose buffers were not made must not be taken for old
+            raise
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        return loss
+
+    def _run_all(self, launches: list[Launch]) -> None:
+        if len(launches) > 1:
+            # With a single launch the kernel itself checks everything before it writes.
+            for launch in launches:
+                launch.check()
+        for launch in launches:
+            self._run(launch)
+
+    def _collect(self) -> list[Launch]:
+        twins = _models_of_masters(self)
+        missing = len(self.param_groups) - len(self._launches)
+        self._launches.extend(GroupLaunches(self.name) for _ in range(missing))
+        return [
+            launch
+            for group, launches in zip(self.param_groups, self._launches, strict=False)
+            for launch in launches.collect(
+                group, self.state, twins, not self.materialize_master_grads
+            )
+        ]
+
+    def _run(self, launch: Launch) -> None:
+        if launch.is_new:
+            launch.check()
+            launch.conform_buffers(self.buffer_dtype)
+        try:
+            self._call(launch)
+        except RuntimeError:
+            launch.check()
+            if not launch.match_gradients():
+                raise
+            self._call(launch)
+        if launch.is_new:
+            launch.keep_buffers(self.state)
+        # Autograd then notices a backward pass over values from before the step.
+        torch.autograd.graph.increment_version(launch.params + launch.copies)
+
+    def _call(self, launch: Launch) -> None:
+        lr, device_lr = launch.group["lr"], None
+        if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32:
+            lr, device_lr = 0.0, lr
+        scale = 1.0 / self.most_recent_scale
+        sign = -1.0 if launch.group["maximize"] else 1.0
+        self.run_launch(launch.on_shards(), float(lr), device_lr, sign * scale)
+
+
+def _models_of_masters(optimizer: MomentumOptimizer) -> dict[int, Tensor]:
+    """The model's 16-bit parameter by ``id`` of the float32 master that amp made of it."""
+    stash = getattr(optimizer, "_amp_stash", None)
+    masters = getattr(stash, "fp32_from_fp16_groups", None)
+    if masters is None:
+        return {}
+    return {
+        id(master): model
+        for master_group, model_group in zip(masters, stash.fp16_groups, strict=True)
+        for master, model in zip(master_group, model_group, strict=True)
+    }

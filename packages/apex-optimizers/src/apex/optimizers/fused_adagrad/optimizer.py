@@ -1,0 +1,172 @@
+"""The FusedAdagrad optimizer class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base import FusedOptimizer
+from .._buckets import Bucket, StateLayout
+from .._checks import check_lr, check_not_negative
+from .ops import adagrad_step
+
+
+class FusedAdagrad(FusedOptimizer):
+    r"""Adagrad, updating all parameters of one device and dtype in a single launch.
+
+    .. math::
+        g_t \leftarrow g_t + \lambda p_{t-1}, \qquad h_t = h_{t-1} + g_t^2, \qquad
+        p_t = p_{t-1} - \eta \frac{g_t}{\sqrt{h_t} + \epsilon}
+
+    With ``adagrad_w_mode=True`` the decay does not go into the gradient, but into the update:
+    :math:`p_t = p_{t-1} - \eta (g_t / (\sqrt{h_t} + \epsilon) + \lambda p_{t-1})`.
+
+    Args:
+        params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
+            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
+            any format (contiguous, channels_last, transposed).
+        lr: learning rate :math:`\eta`, parameter units per step; ``>= 0``. A number, or a tensor of
+            one element.
+        eps: added to the root, in gradient units; ``>= 0``.
+        weight_decay: :math:`\lambda`, per step; ``>= 0``.
+        set_grad_none: ``zero_grad()`` sets gradients to None by default.
+        adagrad_w_mode: decoupled decay, see above.
+        maximize: go up instead of down.
+
+    State, per parameter, made at its first gradient:
+        ``sum``: :math:`h_t`, same shape and memory format as the parameter, float32, or float64 for
+        float64 parameters; starts at 0. ``step``: the count of steps that the parameter took. Names
+        and meaning, in state and groups, are those of :class:`torch.optim.Adagrad`, so checkpoints
+        load in both directions. 4 bytes per parameter, 8 for float64.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict` also: the state is
+            of a ``torch.optim.Adagrad`` with ``lr_decay`` or ``differentiable``.
+        TypeError: a parameter is not real floating point.
+        RuntimeError: in :meth:`step`: a gradient is sparse or does not match its parameter. No
+            parameter and no state is changed then.
+
+    Note:
+        Differs from ``torch.optim.Adagrad`` in that 16-bit parameters have a float32 ``sum``, are
+        updated in float32 and rounded once, and in that there is no ``lr_decay``: use
+        :mod:`torch.optim.lr_scheduler`. A step moves 20 bytes per float32 parameter. ``inf`` and
+        ``nan`` gradients reach the parameter; use :mod:`apex.amp` or a ``GradScaler`` to skip such
+        steps.
+
+    Source:
+        Duchi, Hazan & Singer, *Adaptive Subgradient Methods for Online Learning and Stochastic
+        Optimization*, JMLR 12, 2011, figure 1, in the form of :class:`torch.optim.Adagrad`.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = FusedAdagrad(model.parameters(), lr=0.01)
+        >>> model(torch.randn(2, 8)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    layout = StateLayout("FusedAdagrad", ("sum",), counts_group_steps=False, updates_shards=True)
+    kept_attributes = ("adagrad_w_mode",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        self.set_grad_none = set_grad_none
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            # Of torch.optim.Adagrad, which needs them in the groups of a state that it loads.
+            "lr_decay": 0,
+            "initial_accumulator_value": 0,
+            "foreach": None,
+            "differentiable": False,
+            "fused": None,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def multi_tensor_adagrad(self) -> Callable[..., None]:
+        """``amp_C.multi_tensor_adagrad``, which subclasses written for Apex call."""
+        import amp_C
+
+        return amp_C.multi_tensor_adagrad
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        check_lr("FusedAdagrad", group["lr"])
+        names = ("eps", "weight_decay", "initial_accumulator_value")
+        check_not_negative("FusedAdagrad", group, names)
+        _check_supported("FusedAdagrad", group)
+
+    def init_state(self, group: dict[str, Any], param: Tensor) -> int:
+        is_new = "sum" not in self.state[param]
+        steps = super().init_state(group, param)
+        if is_new and group["initial_accumulator_value"] != 0:  # a group of torch.optim.Adagrad
+            self.state[param]["sum"].fill_(group["initial_accumulator_value"])
+        return steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, of all parameters: torch.optim.Adagrad makes none for a parameter later on."""
+        saved = super().state_dict()
+        for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
+            for param, index in zip(group["params"], packed["params"], strict=True):
+                if "sum" not in saved["state"].get(index, {}):
+                    saved["state"][index] = self._first_state(group, param)
+        return saved
+
+    def _first_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        value, dtype = group["initial_accumulator_value"], self.moment_dtype("sum", param)
+        total = torch.full_like(param, value, dtype=dtype, requires_grad=False)
+        return {"step": torch.tensor(0.0, dtype=torch.float32), "sum": total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, of ``torch.optim.Adagrad``, or of Apex's.
+
+        Sums keep their precision: they are not cast to the dtype of 16-bit parameters.
+
+        Raises:
+            ValueError: groups, or shapes of the state, do not fit; or a group has ``lr_decay`` or
+                ``differentiable``. Nothing is changed then.
+        """
+        for group in state_dict["param_groups"]:
+            _check_supported("FusedAdagrad.load_state_dict", group)
+        super().load_state_dict(state_dict)
+
+    def step_bucket(self, bucket: Bucket) -> None:
+        group = bucket.group
+        bucket.run(
+            adagrad_step,
+            float(group["lr"]),
+            group["eps"],
+            group["weight_decay"],
+            bool(self.adagrad_w_mode),
+            bool(group["maximize"]),
+        )
+        bucket.set_step(bucket.step_number + 1)
+
+
+def _check_supported(where: str, group: dict[str, Any]) -> None:
+    """Raise ValueError for options of torch.optim.Adagrad that FusedAdagrad does not have."""
+    if group.get("lr_decay", 0) != 0:
+        raise ValueError(
+            f"{where}: lr_decay must be 0, got {group['lr_decay']}. Use "
+            "torch.optim.lr_scheduler.LambdaLR with lambda t: 1 / (1 + lr_decay * t), or "
+            "torch.optim.Adagrad."
+        )
+    if group.get("differentiable"):
+        raise ValueError(
+            f"{where}: differentiable=True is not supported, FusedAdagrad's step is not "
+            "differentiable. Use torch.optim.Adagrad."
+        )

@@ -1,0 +1,144 @@
+"""What FusedAdam keeps in fewer bits: made, saved in float32, and loaded again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base import FusedOptimizer
+from .._buckets import MASTER
+from .moments import (
+    MOMENTS,
+    SCALES,
+    chosen_dtype,
+    exported,
+    is_scaled,
+    remainder_of,
+    store_moment,
+    unscaled_moment,
+    whole_master,
+)
+
+
+class CompactStates(FusedOptimizer):
+    """Moments of chosen dtypes, masters as remainders, and gradients in another attribute."""
+
+    def set_storage(
+        self,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        master_weight_dtype: torch.dtype,
+        store_param_remainders: bool,
+        use_decoupled_grad: bool,
+    ) -> None:
+        """Take the constructor's arguments of these names, before there are parameters."""
+        self.exp_avg_dtype = chosen_dtype("exp_avg_dtype", exp_avg_dtype)
+        self.exp_avg_sq_dtype = chosen_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype)
+        self.store_param_remainders = store_param_remainders
+        self.use_decoupled_grad = use_decoupled_grad
+        if master_weight_dtype != torch.float32:
+            raise ValueError(
+                f"FusedAdam: master_weight_dtype must be torch.float32, got {master_weight_dtype}."
+            )
+        if self.store_param_remainders and not self.master_weights:
+            raise ValueError(
+                "FusedAdam: store_param_remainders=True is a way to keep masters; it needs "
+                "master_weights=True."
+            )
+        is_plain = (self.exp_avg_dtype, self.exp_avg_sq_dtype) == (torch.float32, torch.float32)
+        if self.capturable and not (
+            is_plain and not self.store_param_remainders and not self.use_decoupled_grad
+        ):
+            raise RuntimeError(
+                "FusedAdam: capturable=True needs float32 moments and masters, and gradients in "
+                ".grad: leave exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders and "
+                "use_decoupled_grad at their defaults."
+            )
+        if use_decoupled_grad:
+            self.layout = dataclasses.replace(
+                self.layout, grad_name="decoupled_grad", any_grad_dtype=True
+            )
+
+    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
+        wide = super().moment_dtype(key, param)
+        return wide if wide == torch.float64 else getattr(self, f"{key}_dtype")
+
+    def init_state(self, group: dict[str, Any], param: Tensor) -> int:
+        state = self.state[param]
+        if is_scaled(tuple(self.moment_dtype(key, param) for key in MOMENTS)):
+            state.setdefault(SCALES, torch.ones(2, device=param.device))
+        if self._keeps_remainder(param) and MASTER not in state:
+            state[MASTER] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        return super().init_state(group, param)
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Make the state of a parameter before its first step, as TransformerEngine does.
+
+        Args:
+            param: one of the optimizer's.
+            store_param_remainders: must be what the constructor was given, if it is given.
+
+        Raises:
+            ValueError: the optimizer has no such parameter, or keeps remainders otherwise.
+        """
+        if store_param_remainders not in (None, self._keeps_remainder(param)):
+            raise ValueError(
+                "FusedAdam.initialize_state: store_param_remainders is "
+                f"{store_param_remainders}, but the optimizer keeps "
+                f"{'remainders' if self._keeps_remainder(param) else 'none'} for this parameter."
+            )
+        for group in self.param_groups:
+            if any(own is param for own in group["params"]):
+                self.state[param]["step"] = torch.tensor(float(self.init_state(group, param)))
+                return
+        raise ValueError("FusedAdam.initialize_state: param is not one of the optimizer's.")
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """``exp_avg``, ``exp_avg_sq`` or ``master_param`` in float32, whatever it is kept in."""
+        state = self.state[param]
+        if state_name == MASTER:
+            return whole_master(param, state[MASTER])
+        return unscaled_moment(state, state_name)
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Keep ``unscaled_state`` as ``exp_avg``, ``exp_avg_sq`` or ``master_param``, rounded."""
+        self.restore_moment(param, state_name, unscaled_state)
+
+    def restore_moment(self, param: Tensor, key: str, value: Tensor) -> None:
+        if key == MASTER and self._keeps_remainder(param):
+            rest = remainder_of(param, value.to(param.device))
+            self.state[param][MASTER] = torch.empty_like(rest).copy_(rest)
+        elif key == MASTER:
+            super().restore_moment(param, key, value)
+        else:
+            state, dtype = self.state[param], self.moment_dtype(key, param)
+            if is_scaled((dtype,)):
+                state.setdefault(SCALES, torch.ones(2, device=param.device))
+            like = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            store_moment(state, key, value.to(param.device), like)
+
+    def _keeps_remainder(self, param: Tensor) -> bool:
+        return self.store_param_remainders and param.dtype == torch.bfloat16
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(set_to_none)
+        if self.use_decoupled_grad:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.decoupled_grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in float32, loadable by this class and by ``torch.optim.AdamW`` and ``Adam``.
+
+        Moments and masters that are kept in fewer bits are given in float32, exactly.
+        """
+        result = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        state = {
+            index: exported(params[index], entry) if isinstance(index, int) else entry
+            for index, entry in result["state"].items()
+        }
+        return {**result, "state": state}

@@ -1,0 +1,89 @@
+"""The operators of Adam with small states: schemas, documentation and fake kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._ops import library
+
+__all__ = ["adam_compact_peaks", "adam_step_compact"]
+
+
+@library.define(
+    "adam_step_compact(Tensor(a!)[] params, Tensor[] grads, Tensor(c!)[] exp_avgs, "
+    "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] masters, Tensor? scales, Tensor? new_scales, float lr, "
+    "float beta1, float beta2, float eps, float weight_decay, int step, bool bias_correction, "
+    "bool decoupled, float gradient_scale=1.0) -> ()"
+)
+def adam_step_compact(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    scales: Tensor | None,
+    new_scales: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+    decoupled: bool,
+    gradient_scale: float = 1.0,
+) -> None:
+    """One Adam step over lists of tensors with small states, in place; mathematics in float32.
+
+    Lists have one length; tensor ``i`` of each list has the same number of elements and layout.
+
+    Args:
+        params: float32, float16 or bfloat16, all of one dtype and device.
+        grads: float32, float16 or bfloat16, whatever the parameters' dtype; read only.
+        exp_avgs, exp_avg_sqs: float32, float16, bfloat16 or float8_e4m3fn, each list of one dtype.
+        masters: empty; or float32 values that are updated instead of ``params``, which then receive
+            them rounded; or int16, with bfloat16 ``params``: the lower half of a float32 master
+            whose upper half is the parameter, one more where the remainder is negative.
+        scales: float32 [len(params), 2], or None for 1: the stored ``exp_avg`` and ``exp_avg_sq``
+            are multiplied by it when they are read.
+        new_scales: the same, for what is stored. Powers of two round nothing.
+        step: 1 for the first step.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        decoupled: AdamW; else the decay is added to the gradient.
+        gradient_scale: gradients are multiplied by it; negative to maximize.
+
+    Raises:
+        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+
+    Source:
+        Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2; scales per tensor
+        after Dettmers et al., *8-bit Optimizers via Block-wise Quantization*, ICLR 2022.
+    """
+
+
+@library.define(
+    "adam_compact_peaks(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
+    "Tensor? scales, float beta1, float beta2, float l2_decay, float gradient_scale=1.0) -> Tensor"
+)
+def adam_compact_peaks(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    scales: Tensor | None,
+    beta1: float,
+    beta2: float,
+    l2_decay: float,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """The largest magnitudes that the moments will have after a step; nothing is changed.
+
+    Args:
+        params: read only where ``l2_decay`` is not 0; the decay that goes into gradients.
+
+    Returns:
+        float64 [len(grads), 2]: of ``exp_avg`` and ``exp_avg_sq`` of each tensor, inf and NaN left
+        out. The other arguments are those of :func:`adam_step_compact`.
+    """
+    return grads[0].new_empty(len(grads), 2, dtype=torch.float64)

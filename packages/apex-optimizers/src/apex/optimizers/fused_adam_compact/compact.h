@@ -1,0 +1,115 @@
+// Adam whose state takes less memory: moments in 16 or 8 bits with a scale per tensor, and float32
+// masters split into a bfloat16 parameter and 16 bits of remainder.
+//
+// Scales: Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861), with one block per tensor.
+#pragma once
+
+#include "apex/math/adam.h"
+
+namespace apex::optimizers {
+inline namespace APEX_BACKEND_NS {
+
+// Factors between a moment and what is stored of it; powers of two, so that they round nothing.
+struct MomentScales {
+  float read1 = 1, read2 = 1;    // stored value times this is the moment
+  float write1 = 1, write2 = 1;  // moment times this is the value to store
+};
+
+// The plain step, with numbers of one tensor around it.
+struct CompactStep {
+  using value_type = float;
+
+  AdamStep<float, Decay::kDecoupled> step;  // its decay is 0 where l2_decay is not
+  float l2_decay, gradient_scale;
+  MomentScales scales;
+
+  APEX_HD void operator()(float& p, float& g, float& m, float& v) const {
+    float gradient = gradient_scale * g + l2_decay * p;
+    m *= scales.read1;
+    v *= scales.read2;
+    step(p, gradient, m, v);
+    m *= scales.write1;
+    v *= scales.write2;
+  }
+};
+
+// The largest magnitudes that the moments will have, before they are stored.
+struct MomentPeaks {
+  using value_type = float;
+
+  float beta1, beta2, alpha1, alpha2, l2_decay, gradient_scale;
+  MomentScales scales;
+
+  APEX_HD void operator()(double (&peaks)[2], float& g, float& m, float& v) const {
+    float none = 0;
+    (*this)(peaks, none, g, m, v);
+  }
+
+  APEX_HD void operator()(double (&peaks)[2], float& p, float& g, float& m, float& v) const {
+    float gradient = gradient_scale * g + l2_decay * p;
+    float next1 = beta1 * (m * scales.read1) + alpha1 * gradient;
+    float next2 = beta2 * (v * scales.read2) + alpha2 * gradient * gradient;
+    // inf and NaN are stored as such; they must not take the others' scale.
+    peaks[0] = is_finite(next1) ? std::fabs(next1) : 0.0f;
+    peaks[1] = is_finite(next2) ? next2 : 0.0f;
+  }
+
+  APEX_HD static double combine(double a, double b) { return a > b ? a : b; }
+};
+
+// A functor with the scales of each tensor, [tensors, 2]; null where moments are stored as they
+// are.
+template <class Functor>
+struct WithScales {
+  Functor functor;
+  const float* scales;
+  const float* new_scales;  // null where nothing is stored
+
+  APEX_HD Functor for_tensor(int64_t tensor) const {
+    Functor own = functor;
+    MomentScales& factors = inner(own).scales;
+    if (scales != nullptr) {
+      factors.read1 = scales[2 * tensor];
+      factors.read2 = scales[2 * tensor + 1];
+    }
+    if (new_scales != nullptr) {
+      factors.write1 = 1 / new_scales[2 * tensor];
+      factors.write2 = 1 / new_scales[2 * tensor + 1];
+    }
+    return own;
+  }
+
+ private:
+  template <class F>
+  APEX_HD static auto& inner(F& own) {
+    if constexpr (requires { own.step.scales; }) {
+      return own.step;
+    } else {
+      return own;
+    }
+  }
+};
+
+// The float32 master is the bfloat16 parameter and `remainder`, a 16-bit integer: its lower half.
+// Where that is negative the parameter was rounded up.
+struct WithRemainder {
+  using value_type = float;
+
+  CompactStep step;
+
+  APEX_HD void operator()(float& p, float& g, float& m, float& v, float& remainder) const {
+    int32_t low = static_cast<int32_t>(remainder);
+    uint32_t high = bit_cast<uint32_t>(p) - (low < 0 ? 0x10000u : 0u);
+    float master = bit_cast<float>(high | (static_cast<uint32_t>(low) & 0xffffu));
+    step(master, g, m, v);
+    uint32_t bits = bit_cast<uint32_t>(master);
+    int32_t rest = static_cast<int16_t>(bits & 0xffffu);
+    uint32_t rounded = (bits & 0xffff0000u) + (rest < 0 ? 0x10000u : 0u);
+    bool is_nan = master != master;
+    p = bit_cast<float>(is_nan ? 0x7fc00000u : rounded);
+    remainder = static_cast<float>(is_nan ? 0 : rest);
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::optimizers

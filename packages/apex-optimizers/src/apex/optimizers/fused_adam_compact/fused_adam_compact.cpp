@@ -1,0 +1,134 @@
+// Registers adam_step_compact and adam_compact_peaks: checks, types and launch; the mathematics is
+// in compact.h and math/adam.h.
+#include "apex/engine/foreach.h"
+#include "apex/engine/foreach_fold.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/tensor_table.h"
+#include "compact.h"
+
+namespace apex::optimizers {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+void check_storage(const char* op, const char* name, const TensorList& list) {
+  ScalarType dtype = list[0].scalar_type();
+  check(storage_of(dtype) != Storage::kOther, op, ": ", name,
+        " must be float32, float16, bfloat16 or float8_e4m3fn, got ", dtype_name(dtype), ".");
+}
+
+// Memory of scales, [tensors, 2]; null without them.
+const float* scales_data(const char* op, const char* name, const std::optional<Tensor>& scales,
+                         const TensorList& lists) {
+  if (!scales) return nullptr;
+  const Tensor like = lists[0];
+  check(scales->numel() == 2 * static_cast<int64_t>(lists.size()) && scales->is_contiguous() &&
+            scales->is_cpu() == like.is_cpu() &&
+            scales->get_device_index() == like.get_device_index(),
+        op, ": ", name, " must be contiguous, two numbers per tensor (", 2 * lists.size(),
+        "), on the tensors' device, got ", describe(*scales), ".");
+  return data<float>(*scales, name);
+}
+
+template <class Body>
+void dispatch_params(const char* op, const TensorList& params, Body&& body) {
+  ScalarType dtype = params[0].scalar_type();
+  if (dtype == ScalarType::Float) return body.template operator()<float>();
+  if (dtype == ScalarType::Half) return body.template operator()<Half>();
+  if (dtype == ScalarType::BFloat16) return body.template operator()<BFloat16>();
+  fail(op, ": params must be float32, float16 or bfloat16, got ", dtype_name(dtype), ".");
+}
+
+using Moment = InOut<AnyFloat>;
+
+Tensor adam_compact_peaks(const TensorList& params, const TensorList& grads,
+                          const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+                          const std::optional<Tensor>& scales, double beta1, double beta2,
+                          double l2_decay, double gradient_scale) {
+  const char* op = "adam_compact_peaks";
+  check(!grads.empty(), op, ": grads must hold at least one tensor, got none.");
+  NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
+      v{"exp_avg_sqs", exp_avg_sqs};
+  bool reads_params = l2_decay != 0;
+  TensorTable table = reads_params ? make_table(op, {p, g, m, v}, Empty::kKeep)
+                                   : make_table(op, {g, m, v}, Empty::kKeep);
+  for (const NamedList& list : {g, m, v}) check_storage(op, list.name, list.tensors);
+  MomentPeaks peaks{static_cast<float>(beta1),
+                    static_cast<float>(beta2),
+                    static_cast<float>(1 - beta1),
+                    static_cast<float>(1 - beta2),
+                    static_cast<float>(l2_decay),
+                    static_cast<float>(gradient_scale),
+                    {}};
+  WithScales<MomentPeaks> functor{peaks, scales_data(op, "scales", scales, grads), nullptr};
+  Context context(grads[0]);
+  Tensor result = torch::stable::new_empty(grads[0], {static_cast<int64_t>(grads.size()), 2},
+                                           ScalarType::Double);
+  double* numbers = data<double>(result, "result");
+  using Read = In<AnyFloat>;
+  if (!reads_params) {
+    foreach_fold<2, Read, Read, Read>(context, table, functor, numbers);
+  } else {
+    dispatch_params(op, params, [&]<class P>() {
+      foreach_fold<2, In<P>, Read, Read, Read>(context, table, functor, numbers);
+    });
+  }
+  return result;
+}
+
+void adam_step_compact(const TensorList& params, const TensorList& grads,
+                       const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+                       const TensorList& masters, const std::optional<Tensor>& scales,
+                       const std::optional<Tensor>& new_scales, double lr, double beta1,
+                       double beta2, double eps, double weight_decay, int64_t step,
+                       bool bias_correction, bool decoupled, double gradient_scale) {
+  const char* op = "adam_step_compact";
+  if (params.empty()) return;
+  NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
+      v{"exp_avg_sqs", exp_avg_sqs}, w{"masters", masters};
+  TensorTable table = masters.empty() ? make_table(op, {p, g, m, v}, Empty::kKeep)
+                                      : make_table(op, {p, g, m, v, w}, Empty::kKeep);
+  for (const NamedList& list : {g, m, v}) check_storage(op, list.name, list.tensors);
+  AdamHyper hyper{beta1, beta2, eps, decoupled ? weight_decay : 0, bias_correction};
+  CompactStep plain{make_adam_step<float, Decay::kDecoupled>(hyper, lr, step),
+                    static_cast<float>(decoupled ? 0 : weight_decay),
+                    static_cast<float>(gradient_scale),
+                    {}};
+  const float* read = scales_data(op, "scales", scales, params);
+  const float* write = scales_data(op, "new_scales", new_scales, params);
+  Context context(params[0]);
+  using G = In<AnyFloat>;
+  dispatch_params(op, params, [&]<class P>() {
+    if (masters.empty()) {
+      WithScales<CompactStep> functor{plain, read, write};
+      foreach<InOut<P>, G, Moment, Moment>(context, table, functor);
+      return;
+    }
+    ScalarType master = masters[0].scalar_type();
+    if (master == ScalarType::Float) {
+      WithScales<WithMaster<CompactStep>> functor{{plain}, read, write};
+      foreach<Out<P>, G, Moment, Moment, InOut<float>>(context, table, functor);
+      return;
+    }
+    if constexpr (std::is_same_v<P, BFloat16>) {
+      if (master == ScalarType::Short) {
+        WithScales<WithRemainder> functor{{plain}, read, write};
+        foreach<InOut<P>, G, Moment, Moment, InOut<int16_t>>(context, table, functor);
+        return;
+      }
+    }
+    fail(op, ": masters must be float32, or int16 remainders of bfloat16 params, got ",
+         dtype_name(master), " with params ", dtype_name(params[0].scalar_type()), ".");
+  });
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_optimizers, m) {
+  m.impl("adam_compact_peaks", TORCH_BOX(&adam_compact_peaks));
+  m.impl("adam_step_compact", TORCH_BOX(&adam_step_compact));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::optimizers

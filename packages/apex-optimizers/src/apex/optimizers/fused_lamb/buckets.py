@@ -1,0 +1,62 @@
+"""Buckets of the LAMB optimizers, and the norm of all gradients that they share."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from apex.multi_tensor_apply import multi_tensor_l2norm
+
+from .._buckets import Bucket
+
+
+class LambBucket(Bucket):
+    """A bucket that knows the norm of the gradients of all parameters of the optimizer."""
+
+    grad_norm: Tensor | None = None  # [1], on the bucket's device; None where nothing is clipped
+
+
+def share_grad_norm(buckets: list[Bucket], inv_scale: Tensor | None = None) -> None:
+    """Set ``grad_norm`` of all buckets, if any of them clips.
+
+    Args:
+        inv_scale: the norm is multiplied by it.
+
+    Raises:
+        RuntimeError: a gradient is sparse or does not match its parameter.
+    """
+    norm = None
+    if any(bucket.group["max_grad_norm"] > 0 for bucket in buckets):
+        norm = _norm_of_buckets(buckets)
+        if inv_scale is not None:
+            norm = norm * inv_scale.to(norm.device, norm.dtype)
+    for bucket in buckets:
+        bucket.grad_norm = None if norm is None else norm.to(bucket.params[0].device)
+
+
+def _norm_of_buckets(buckets: list[Bucket]) -> Tensor:
+    grads = [grad for bucket in buckets for grad in bucket.grads]
+    try:
+        return _norm_of_all(grads)
+    except RuntimeError:
+        for bucket in buckets:
+            bucket.check()
+        # A gradient that a user set may have gaps or overlaps in memory.
+        dense = [grad.contiguous() for grad in grads]
+        if all(map(operator.is_, dense, grads)):
+            raise
+        return _norm_of_all(dense)
+
+
+def _norm_of_all(grads: list[Tensor]) -> Tensor:
+    """Norm of gradients of any devices and dtypes, without waiting for a device."""
+    lists: dict[tuple, list[Tensor]] = {}
+    for grad in grads:
+        lists.setdefault((grad.device, grad.dtype), []).append(grad)
+    norms = [multi_tensor_l2norm(own)[0] for own in lists.values()]
+    if len(norms) == 1:
+        return norms[0]
+    device = norms[0].device
+    return torch.cat([norm.to(device, torch.float64) for norm in norms]).norm().reshape(1)

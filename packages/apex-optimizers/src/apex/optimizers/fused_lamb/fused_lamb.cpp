@@ -1,0 +1,243 @@
+// Registers lamb_step, lamb_stage1 and lamb_stage2: checks, types and launches; the mathematics is
+// in lamb.h and stages.h.
+#include "apex/engine/foreach.h"
+#include "apex/engine/foreach_fold.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/tensor_table.h"
+#include "stages.h"
+
+namespace apex::optimizers {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// The same tensors with some of their columns.
+TensorTable columns_of(const TensorTable& table, std::initializer_list<int> columns) {
+  TensorTable chosen;
+  chosen.columns = static_cast<int>(columns.size());
+  chosen.numel = table.numel;
+  chosen.data.reserve(columns.size() * table.numel.size());
+  for (int64_t tensor = 0; tensor < table.tensors(); ++tensor) {
+    for (int column : columns) chosen.data.push_back(table.row(tensor)[column]);
+  }
+  return chosen;
+}
+
+template <class S>
+const S* optional_number(const char* op, const char* name, const OptionalTensor& number,
+                         const Tensor& like) {
+  return number ? number_near<S>(op, name, *number, like) : nullptr;
+}
+
+void set_grad_norm(const char* op, LambHyper& hyper, const OptionalTensor& norm,
+                   const Tensor& like) {
+  if (!norm) return;
+  if (norm->scalar_type() == ScalarType::Double) {
+    hyper.global_grad_norm_wide = number_near<double>(op, "global_grad_norm", *norm, like);
+  } else {
+    hyper.global_grad_norm = number_near<float>(op, "global_grad_norm", *norm, like);
+  }
+}
+
+struct DeviceNumbers {
+  const OptionalTensor &lr, &step, &max_grad_norm, &inv_scale, &found_inf;
+};
+
+void set_device_numbers(const char* op, LambHyper& hyper, const DeviceNumbers& numbers,
+                        const Tensor& like) {
+  hyper.device_lr = optional_number<float>(op, "device_lr", numbers.lr, like);
+  hyper.device_step = optional_number<int>(op, "device_step", numbers.step, like);
+  hyper.device_max_grad_norm =
+      optional_number<float>(op, "device_max_grad_norm", numbers.max_grad_norm, like);
+  hyper.inverse_scale = optional_number<float>(op, "inv_scale", numbers.inv_scale, like);
+  hyper.found_inf = optional_number<float>(op, "found_inf", numbers.found_inf, like);
+}
+
+void set_corrections(LambHyper& hyper, double step) {
+  hyper.correction1 = hyper.bias_correction ? 1 - std::pow(hyper.beta1, step) : 1;
+  hyper.correction2 = hyper.bias_correction ? 1 - std::pow(hyper.beta2, step) : 1;
+}
+
+// Calls body<P, M>() for the dtypes of parameters and moments.
+template <class Body>
+void dispatch_moments(const char* op, ScalarType param, ScalarType moment, Body&& body) {
+  dispatch_floating(op, param, [&]<class P>() {
+    if (moment == param) return body.template operator()<P, P>();
+    if (moment == ScalarType::Float) return body.template operator()<P, float>();
+    fail(op, ": exp_avgs and exp_avg_sqs must be float32 or of the params' dtype, ",
+         dtype_name(param), "; got ", dtype_name(moment), ".");
+  });
+}
+
+void check_moments(const char* op, const TensorList& exp_avgs, const TensorList& exp_avg_sqs) {
+  check(exp_avg_sqs[0].scalar_type() == exp_avgs[0].scalar_type(), op, ": exp_avgs are ",
+        dtype_name(exp_avgs[0].scalar_type()), ", but exp_avg_sqs are ",
+        dtype_name(exp_avg_sqs[0].scalar_type()), ".");
+}
+
+void check_grads(const char* op, ScalarType param, ScalarType grad) {
+  check(grad == param, op, ": params are ", dtype_name(param), ", but grads are ", dtype_name(grad),
+        ". Gradients must have their parameter's dtype.");
+}
+
+// Calls body<G, C>() for float32 parameters and moments with 16-bit copies.
+template <class Body>
+void dispatch_copies(const char* op, ScalarType param, ScalarType grad, ScalarType moment,
+                     ScalarType copy, Body&& body) {
+  check(param == ScalarType::Float && moment == param && (grad == param || grad == copy), op,
+        ": with copies params and moments must be float32, and grads float32 or of the copies' "
+        "dtype, got params ",
+        dtype_name(param), ", grads ", dtype_name(grad), ", moments ", dtype_name(moment),
+        ", copies ", dtype_name(copy), ".");
+  auto with_copy = [&]<class C>() {
+    grad == param ? body.template operator()<float, C>() : body.template operator()<C, C>();
+  };
+  if (copy == ScalarType::Half) return with_copy.template operator()<Half>();
+  if (copy == ScalarType::BFloat16) return with_copy.template operator()<BFloat16>();
+  fail(op, ": copies must be float16 or bfloat16, got ", dtype_name(copy), ".");
+}
+
+// Both passes; C is the dtype of the copies, void without.
+template <class P, class G, class M, class C>
+void run_lamb(const Context& context, const TensorTable& table, const LambHyper& hyper) {
+  using T = compute_t<P>;
+  constexpr bool kCopy = !std::is_void_v<C>;
+  if (table.tensors() == 0) return;
+  auto* squares = static_cast<double*>(context.workspace(table.tensors() * 2 * sizeof(double)));
+  TensorTable all = columns_of(table, {0, 1, 2, 3});
+  LambFirstPass<T> first{hyper};
+  if constexpr (!std::is_same_v<M, T>) {
+    static_assert(!kCopy);
+    foreach_fold<2, In<P>, In<G>, In<M>, In<M>>(context, all, first, squares);
+    LambSecondPass<T, true, false> second{hyper, squares};
+    foreach<InOut<P>, In<G>, InOut<M>, InOut<M>>(context, all, second);
+  } else {
+    foreach_fold<2, In<P>, In<G>, InOut<M>, InOut<M>>(context, all, first, squares);
+    LambSecondPass<T, false, kCopy> second{hyper, squares};
+    if constexpr (kCopy) {
+      foreach<Out<C>, InOut<P>, In<M>, In<M>>(context, columns_of(table, {4, 0, 2, 3}), second);
+    } else {
+      foreach<InOut<P>, In<M>, In<M>>(context, columns_of(table, {0, 2, 3}), second);
+    }
+  }
+}
+
+void lamb_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+               const TensorList& exp_avg_sqs, const TensorList& copies, double lr,
+               const OptionalTensor& device_lr, double beta1, double beta2, double eps,
+               double weight_decay, int64_t step, const OptionalTensor& device_step,
+               bool bias_correction, bool grad_averaging, bool decoupled, bool use_nvlamb,
+               bool maximize, const OptionalTensor& global_grad_norm, double max_grad_norm,
+               const OptionalTensor& device_max_grad_norm, const OptionalTensor& inv_scale,
+               const OptionalTensor& found_inf) {
+  if (params.empty()) return;
+  const char* op = "lamb_step";
+  NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
+      v{"exp_avg_sqs", exp_avg_sqs}, c{"copies", copies};
+  TensorTable table =
+      copies.empty() ? make_table(op, {p, g, m, v}) : make_table(op, {p, g, m, v, c});
+  check_moments(op, exp_avgs, exp_avg_sqs);
+  const Tensor& like = params[0];
+  LambHyper hyper{beta1,          beta2,     eps,        weight_decay, bias_correction,
+                  grad_averaging, decoupled, use_nvlamb, maximize,     lr};
+  hyper.max_grad_norm = max_grad_norm;
+  set_corrections(hyper, static_cast<double>(step));
+  set_grad_norm(op, hyper, global_grad_norm, like);
+  set_device_numbers(op, hyper,
+                     {device_lr, device_step, device_max_grad_norm, inv_scale, found_inf}, like);
+  ScalarType dtype = like.scalar_type(), grad = grads[0].scalar_type();
+  ScalarType moment = exp_avgs[0].scalar_type();
+  Context context(like);
+  if (copies.empty()) {
+    check_grads(op, dtype, grad);
+    dispatch_moments(op, dtype, moment,
+                     [&]<class P, class M>() { run_lamb<P, P, M, void>(context, table, hyper); });
+    return;
+  }
+  dispatch_copies(op, dtype, grad, moment, copies[0].scalar_type(),
+                  [&]<class G, class C>() { run_lamb<float, G, float, C>(context, table, hyper); });
+}
+
+// Memory of a tensor with one number of type S per tensor of a list.
+template <class S>
+const S* numbers_near(const char* op, const char* name, const Tensor& numbers, size_t count,
+                      const Tensor& like) {
+  bool is_near =
+      numbers.is_cpu() == like.is_cpu() && numbers.get_device_index() == like.get_device_index();
+  check(is_near && numbers.is_contiguous() && static_cast<size_t>(numbers.numel()) == count, op,
+        ": ", name, " must hold ", count,
+        " numbers, one per tensor, on the device of the tensors (", describe(like), "), got ",
+        describe(numbers), ".");
+  return data<S>(numbers, name);
+}
+
+void lamb_stage1(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
+                 const TensorList& exp_avg_sqs, const TensorList& updates,
+                 const Tensor& per_tensor_decay, double beta1, double beta2, double eps,
+                 int64_t step, const Tensor& global_grad_norm, double max_grad_norm) {
+  if (params.empty()) return;
+  const char* op = "lamb_stage1";
+  // Rows of tensors without elements stay: row i has decay i.
+  TensorTable table = make_table(op,
+                                 {{"grads", grads},
+                                  {"params", params},
+                                  {"exp_avgs", exp_avgs},
+                                  {"exp_avg_sqs", exp_avg_sqs},
+                                  {"updates", updates}},
+                                 Empty::kKeep);
+  check_moments(op, exp_avgs, exp_avg_sqs);
+  const Tensor& like = params[0];
+  check_grads(op, like.scalar_type(), grads[0].scalar_type());
+  LambHyper hyper{beta1, beta2, eps, 0.0, true, true, true};
+  set_corrections(hyper, static_cast<double>(step));
+  set_grad_norm(op, hyper, global_grad_norm, like);
+  hyper.max_grad_norm = max_grad_norm;
+  const float* decays =
+      numbers_near<float>(op, "per_tensor_decay", per_tensor_decay, params.size(), like);
+  ScalarType update = updates[0].scalar_type();
+  Context context(like);
+  dispatch_moments(op, like.scalar_type(), exp_avgs[0].scalar_type(), [&]<class P, class M>() {
+    StageOne<compute_t<P>> stage{hyper, decays};
+    if (update == scalar_type_of<P>()) {
+      return foreach<In<P>, In<P>, InOut<M>, InOut<M>, Out<P>>(context, table, stage);
+    }
+    check(update == ScalarType::Float, op,
+          ": updates must be float32 or of the params' dtype, got ", dtype_name(update), ".");
+    foreach<In<P>, In<P>, InOut<M>, InOut<M>, Out<float>>(context, table, stage);
+  });
+}
+
+void lamb_stage2(const TensorList& params, const TensorList& updates, const Tensor& param_norms,
+                 const Tensor& update_norms, double lr, double weight_decay, bool use_nvlamb) {
+  if (params.empty()) return;
+  const char* op = "lamb_stage2";
+  TensorTable table = make_table(op, {{"params", params}, {"updates", updates}}, Empty::kKeep);
+  const Tensor& like = params[0];
+  ScalarType update = updates[0].scalar_type();
+  auto* of_params = numbers_near<double>(op, "param_norms", param_norms, params.size(), like);
+  auto* of_updates = numbers_near<double>(op, "update_norms", update_norms, params.size(), like);
+  Context context(like);
+  dispatch_floating(op, like.scalar_type(), [&]<class P>() {
+    StageTwo<compute_t<P>> stage{lr, use_nvlamb || weight_decay != 0, of_params, of_updates};
+    if (update == scalar_type_of<P>()) {
+      return foreach<InOut<P>, In<P>>(context, table, stage);
+    }
+    check(update == ScalarType::Float, op,
+          ": updates must be float32 or of the params' dtype, got ", dtype_name(update), ".");
+    foreach<InOut<P>, In<float>>(context, table, stage);
+  });
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_optimizers, m) {
+  m.impl("lamb_step", TORCH_BOX(&lamb_step));
+  m.impl("lamb_stage1", TORCH_BOX(&lamb_stage1));
+  m.impl("lamb_stage2", TORCH_BOX(&lamb_stage2));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::optimizers

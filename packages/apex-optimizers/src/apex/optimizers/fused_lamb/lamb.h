@@ -1,0 +1,200 @@
+// LAMB: Adam's update, scaled per tensor by the ratio of the norms of parameter and update.
+//
+// You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962), after the gradients of all
+// tensors together were clipped to a norm. A step takes two passes: the first updates the moments
+// and adds up the squares of parameter and update, the second computes the update again from the
+// moments and takes it. That moves 40 bytes per float32 element and needs no memory for the update.
+// Where moments are stored in fewer bits than they are computed in, the second pass would see
+// others than the first (a second moment in float16 may round to 0); then it starts from the
+// gradient and is the one that stores them.
+#pragma once
+
+#include <cmath>
+
+#include "apex/core/types.h"
+
+namespace apex::optimizers {
+inline namespace APEX_BACKEND_NS {
+
+// The numbers of a step before they are rounded to the compute type. A pointer that is not null is
+// read in place of the number beside it.
+struct LambHyper {
+  double beta1, beta2, eps, weight_decay;
+  bool bias_correction, grad_averaging, decoupled, use_nvlamb = false, maximize = false;
+  double lr = 0;
+  const float* device_lr = nullptr;
+  // 1 - beta^step, or 1 without bias correction.
+  double correction1 = 1, correction2 = 1;
+  const int* device_step = nullptr;
+  // Of all gradients as they are given, in either type; both null: no clipping.
+  const float* global_grad_norm = nullptr;
+  const double* global_grad_norm_wide = nullptr;
+  double max_grad_norm = 0;  // 0: no clipping
+  const float* device_max_grad_norm = nullptr;
+  const float* inverse_scale = nullptr;  // null: 1
+  const float* found_inf = nullptr;      // null: 0
+
+  APEX_HD bool skip() const { return found_inf != nullptr && *found_inf != 0; }
+
+  APEX_HD double learning_rate() const {
+    return device_lr != nullptr ? static_cast<double>(*device_lr) : lr;
+  }
+
+  // 1 - beta^step, given what the host computed from the step it knows.
+  APEX_HD double correction(double beta, double on_host) const {
+    if (device_step == nullptr || !bias_correction) return on_host;
+    return 1 - pow(beta, static_cast<double>(*device_step));
+  }
+
+  // What gradients are multiplied by: sign, inverse loss scale and clipping.
+  APEX_HD double gradient_factor() const {
+    double factor = maximize ? -1 : 1;
+    if (inverse_scale != nullptr) factor *= *inverse_scale;
+    double norm = 0, limit = max_grad_norm;
+    if (global_grad_norm != nullptr) norm = *global_grad_norm;
+    if (global_grad_norm_wide != nullptr) norm = *global_grad_norm_wide;
+    if (device_max_grad_norm != nullptr) limit = *device_max_grad_norm;
+    return limit > 0 && norm > limit ? factor * (limit / norm) : factor;
+  }
+};
+
+// Adam's update of one element, without learning rate.
+template <class T>
+struct LambDirection {
+  T inverse_correction1, inverse_correction2, eps;
+  T decay;  // of the parameter; 0 where the decay is part of the gradient
+
+  APEX_HD T operator()(T p, T m, T v) const {
+    return (m * inverse_correction1) / (std::sqrt(v * inverse_correction2) + eps) + decay * p;
+  }
+};
+
+template <class T>
+APEX_HD LambDirection<T> make_direction(const LambHyper& hyper) {
+  return {static_cast<T>(1 / hyper.correction(hyper.beta1, hyper.correction1)),
+          static_cast<T>(1 / hyper.correction(hyper.beta2, hyper.correction2)),
+          static_cast<T>(hyper.eps), static_cast<T>(hyper.decoupled ? hyper.weight_decay : 0)};
+}
+
+// New moments and their update, which is also squared for its norm.
+template <class T>
+struct LambMoments {
+  using value_type = T;
+
+  T gradient_factor;
+  T decay;  // added to the gradient; 0 where it is decoupled
+  // Computed in double: 1 - 0.9f is wrong in the seventh digit.
+  T beta1, beta2;
+  T alpha1, alpha2;  // weights of the gradient and of its square
+  LambDirection<T> direction;
+
+  APEX_HD T operator()(T& p, T& g, T& m, T& v) const {
+    T gradient = gradient_factor * g + decay * p;
+    m = beta1 * m + alpha1 * gradient;
+    v = beta2 * v + alpha2 * gradient * gradient;
+    return direction(p, m, v);
+  }
+
+  APEX_HD void operator()(double (&squares)[2], T& p, T& g, T& m, T& v) const {
+    double update = (*this)(p, g, m, v), param = p;
+    squares[0] = param * param;
+    squares[1] = update * update;
+  }
+};
+
+template <class T>
+APEX_HD LambMoments<T> make_moments(const LambHyper& hyper) {
+  return {static_cast<T>(hyper.gradient_factor()),
+          static_cast<T>(hyper.decoupled ? 0 : hyper.weight_decay),
+          static_cast<T>(hyper.beta1),
+          static_cast<T>(hyper.beta2),
+          static_cast<T>(hyper.grad_averaging ? 1 - hyper.beta1 : 1),
+          static_cast<T>(1 - hyper.beta2),
+          make_direction<T>(hyper)};
+}
+
+template <class T>
+struct LambFirstPass {
+  using value_type = T;
+
+  LambHyper hyper;
+
+  APEX_HD bool skip() const { return hyper.skip(); }
+  APEX_HD LambMoments<T> prepare() const { return make_moments<T>(hyper); }
+};
+
+// The learning rate of a tensor, from the squares of its parameter's and its update's norm.
+APEX_HD double trusted_rate(double lr, bool adapts, double param_square, double update_square) {
+  return adapts && param_square != 0 && update_square != 0
+             ? lr * std::sqrt(param_square / update_square)
+             : lr;
+}
+
+// Second pass, for one tensor. The direction comes from the moments, or, with LambMoments, from the
+// gradient and the moments of the step before.
+template <class T, class Direction>
+struct LambUpdate {
+  using value_type = T;
+
+  T rate;
+  Direction direction;
+
+  template <class... Columns>
+  APEX_HD void operator()(T& p, Columns&... columns) const {
+    p -= rate * direction(p, columns...);
+  }
+};
+
+// The rounded parameter also goes to the model's copy in another dtype.
+template <class Update>
+struct LambWithCopy {
+  using value_type = typename Update::value_type;
+
+  Update update;
+
+  template <class... Columns>
+  APEX_HD void operator()(value_type& copy, value_type& p, Columns&... columns) const {
+    update(p, columns...);
+    copy = p;
+  }
+};
+
+template <class T, class Direction, bool kCopy>
+struct LambTensors {
+  double lr;
+  bool adapts;
+  const double* squares;  // [tensors, 2], from the first pass
+  Direction direction;
+
+  APEX_HD auto for_tensor(int64_t tensor) const {
+    const double* own = squares + 2 * tensor;
+    LambUpdate<T, Direction> update{static_cast<T>(trusted_rate(lr, adapts, own[0], own[1])),
+                                    direction};
+    if constexpr (kCopy) {
+      return LambWithCopy<LambUpdate<T, Direction>>{update};
+    } else {
+      return update;
+    }
+  }
+};
+
+// kMoments: whether this pass, not the first, updates the moments.
+template <class T, bool kMoments, bool kCopy>
+struct LambSecondPass {
+  LambHyper hyper;
+  const double* squares;  // [tensors, 2]
+
+  APEX_HD bool skip() const { return hyper.skip(); }
+  APEX_HD auto prepare() const {
+    double lr = hyper.learning_rate();
+    bool adapts = hyper.use_nvlamb || hyper.weight_decay != 0;
+    if constexpr (kMoments) {
+      return LambTensors<T, LambMoments<T>, kCopy>{lr, adapts, squares, make_moments<T>(hyper)};
+    } else {
+      return LambTensors<T, LambDirection<T>, kCopy>{lr, adapts, squares, make_direction<T>(hyper)};
+    }
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::optimizers

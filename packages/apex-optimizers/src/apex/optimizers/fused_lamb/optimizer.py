@@ -1,0 +1,156 @@
+"""The FusedLAMB optimizer class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._buckets import Bucket, StateLayout
+from .base import LambOptimizer
+from .buckets import LambBucket, share_grad_norm
+from .ops import lamb_step
+
+
+class FusedLAMB(LambOptimizer):
+    r"""LAMB, updating all parameters of one device and dtype in two launches.
+
+    .. math::
+        g_t = \hat g_t / \max(1, \lVert \hat g_t \rVert / \gamma), \qquad
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2
+
+        u_t = \frac{m_t / (1-\beta_1^t)}{\sqrt{v_t / (1-\beta_2^t)} + \epsilon}
+              + \lambda p_{t-1}, \qquad
+        p_t = p_{t-1} - \eta \frac{\lVert p_{t-1} \rVert}{\lVert u_t \rVert} u_t
+
+    The norm of the gradient :math:`\hat g` is one over all parameters of all groups; those of
+    :math:`p` and :math:`u` are of each parameter. Their ratio counts as 1 where one of them is 0,
+    and in groups with :math:`\lambda = 0` unless ``use_nvlamb``. With ``adam_w_mode=False`` the
+    decay goes into the gradient: ``g += weight_decay * p``.
+
+    Args:
+        params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
+            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
+            any format (contiguous, channels_last, transposed).
+        lr: learning rate :math:`\eta`, without unit where the ratio of norms applies; ``>= 0``. A
+            number, or a tensor of one element.
+        bias_correction: divide the moments by :math:`1-\beta^t`.
+        betas: decay of the two running averages per step, each in ``[0, 1)``.
+        eps: added to the root, in gradient units; ``>= 0``.
+        weight_decay: :math:`\lambda`, per step; ``>= 0``.
+        amsgrad: not supported; ``True`` raises.
+        adam_w_mode: decoupled decay, or L2 regularisation (``False``).
+        grad_averaging: weigh the gradient by :math:`1-\beta_1` in the first moment; else by 1.
+        set_grad_none: ``zero_grad()`` sets gradients to None by default.
+        max_grad_norm: :math:`\gamma`, in gradient units; ``>= 0``; 0 does not clip. May differ
+            between groups.
+        use_nvlamb: use the ratio of norms also in groups without decay.
+        maximize: ascend.
+
+    State, per parameter, same shape and memory format as the parameter:
+        ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters (8 bytes per
+        parameter of up to 32 bits); ``step``: the count of steps that the parameter took.
+        ``group["step"]`` counts the group's steps.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+        TypeError: a parameter is not real floating point.
+        RuntimeError: ``amsgrad``; in :meth:`step`: a gradient is sparse or does not match its
+            parameter. No parameter and no state is changed then.
+
+    Note:
+        Unlike Apex's: gradients are left as they are; ``max_grad_norm`` of every group is honoured,
+        and 0 switches clipping off; bfloat16 and float64 work; moments of 16-bit parameters are
+        float32; a parameter counts its own steps. A step moves 44 bytes per float32 parameter: 4 to
+        take the norm of gradients, 24 for the moments, 16 for the update; the norm is float64 only
+        among float64 gradients. ``inf`` and ``nan``
+        gradients reach parameters, through the norms even those of other tensors; use
+        :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
+
+    Source:
+        You et al., *Large Batch Optimization for Deep Learning: Training BERT in 76 minutes*, ICLR
+        2020, algorithm 2.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = FusedLAMB(model.parameters(), lr=1e-2)
+        >>> model(torch.randn(2, 8)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    layout = StateLayout("FusedLAMB", ("exp_avg", "exp_avg_sq"))
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        self.use_nvlamb = use_nvlamb
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, amsgrad)
+
+    @property
+    def multi_tensor_lamb(self) -> Callable[..., None]:
+        """``amp_C.multi_tensor_lamb``, which subclasses written for Apex call."""
+        import amp_C
+
+        return amp_C.multi_tensor_lamb
+
+    def step_buckets(self, buckets: list[Bucket]) -> None:
+        share_grad_norm(buckets)
+        super().step_buckets(buckets)
+
+    def step_bucket(self, bucket: LambBucket) -> None:
+        group = bucket.group
+        step = bucket.step_number + 1
+        bucket.run(
+            _lamb_step,
+            float(group["lr"]),
+            None,
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            step,
+            None,
+            bool(group["bias_correction"]),
+            bool(group["grad_averaging"]),
+            bool(self.adam_w_mode),
+            bool(self.use_nvlamb),
+            bool(group["maximize"]),
+            bucket.grad_norm,
+            group["max_grad_norm"],
+            None,
+            None,
+            None,
+        )
+        bucket.set_step(step)
+
+
+def _lamb_step(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list, exp_avg_sqs: list, *hyper: Any
+) -> None:
+    lamb_step(params, grads, exp_avgs, exp_avg_sqs, [], *hyper)

@@ -1,0 +1,154 @@
+"""The FusedLARS optimizer class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apex.multi_tensor_apply import multi_tensor_l2norm
+
+from .._buckets import state_dtype
+from .._checks import check_not_negative
+from .._momentum import Launch, MomentumOptimizer
+from .ops import lars_step
+
+
+class FusedLARS(MomentumOptimizer):
+    r"""LARS: SGD with momentum whose learning rate adapts to every parameter tensor.
+
+    .. math::
+        r = \frac{\tau \lVert p_{t-1} \rVert}
+                 {\lVert g_t \rVert + \lambda \lVert p_{t-1} \rVert + \epsilon}, \qquad
+        b_t = \mu b_{t-1} - \eta r (g_t + \lambda p_{t-1}), \qquad p_t = p_{t-1} + b_t
+
+    with :math:`b_0 = 0` and Euclidean norms over the tensor; :math:`r` is 1 where a norm is 0. With
+    ``nesterov`` the update is :math:`\mu b_t - \eta r (g_t + \lambda p_{t-1})` instead of
+    :math:`b_t`. A group with ``is_skipped=True``, say of biases, has :math:`r = 1`.
+
+    Args:
+        params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
+            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
+            any format (contiguous, channels_last, transposed).
+        lr: learning rate :math:`\eta`, dimensionless where :math:`r` applies; ``>= 0``. A number,
+            or a tensor of one element; a float32 tensor on the parameters' GPU is read there. May
+            be left out if every group has its own.
+        momentum: :math:`\mu`, decay of the buffer per step; ``>= 0``.
+        dampening: accepted, of no effect.
+        weight_decay: :math:`\lambda`, per step; ``>= 0``.
+        trust_coefficient: :math:`\tau`; ``>= 0``.
+        eps: :math:`\epsilon`, added to the norms, in gradient units; ``>= 0``.
+        nesterov: needs ``momentum > 0`` and ``dampening == 0``.
+        wd_after_momentum: accepted, of no effect.
+        materialize_master_grads: with :mod:`apex.amp` and master weights: ``True`` takes unscaled
+            gradients of the masters; ``False`` the model's scaled 16-bit gradients, which are
+            unscaled in the same launch.
+        set_grad_none: ``zero_grad()`` sets gradients to None; ``False`` leaves that to torch, whose
+            default is the same.
+        maximize: go up instead of down.
+
+    State, per parameter:
+        ``momentum_buffer``: same shape and memory format as the parameter, float32, or float64 for
+        float64 parameters; none if ``momentum`` is 0. Not that of :class:`torch.optim.SGD`: the
+        learning rate is in it, and its sign is that of the update. 4 bytes per parameter, 8 for
+        float64.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range, or missing.
+        TypeError: a parameter is not real floating point.
+        RuntimeError: in :meth:`step`: a gradient is sparse or does not match its parameter. No
+            parameter and no state is changed then.
+
+    Note:
+        Differs from Apex in that the norm is that of the unscaled gradient, a group's own ``eps``
+        counts, bfloat16 and float64 are updated, and buffers of 16-bit parameters are float32. With
+        master weights of :mod:`apex.amp` the same launch writes the model's 16-bit parameters.
+        Norms stay on the device: a step waits for nothing. With momentum it moves 28 bytes per
+        float32 parameter. ``inf`` and ``nan`` gradients reach all of their tensor; use
+        :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
+
+    Source:
+        You, Gitman & Ginsburg, *Large Batch Training of Convolutional Networks*, 2017, algorithm 1.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> groups = [{"params": [model.weight]}, {"params": [model.bias], "is_skipped": True}]
+        >>> optimizer = FusedLARS(groups, lr=1.0, momentum=0.9, weight_decay=1e-4)
+        >>> model(torch.randn(2, 8)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    name = "FusedLARS"
+    updates_shards = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor | None = None,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "is_skipped": False,
+            "maximize": maximize,
+        }
+        flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
+        super().__init__(params, defaults, *flags)
+
+    @property
+    def multi_tensor_lars(self) -> Callable[..., None]:
+        """``amp_C.multi_tensor_lars``, which subclasses written for Apex call."""
+        import amp_C
+
+        return amp_C.multi_tensor_lars
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        check_not_negative(self.name, group, ("trust_coefficient", "eps"))
+
+    def buffer_dtype(self, param: Tensor) -> torch.dtype:
+        """float32 for 16-bit parameters: what is in a buffer is too small for float16."""
+        return state_dtype(param)
+
+    def run_launch(self, launch: Launch, lr: float, device_lr: Tensor | None, scale: float) -> None:
+        group = launch.group
+        grad_norms = param_norms = None
+        if not group["is_skipped"]:
+            _, grad_norms = multi_tensor_l2norm(launch.grads, None, True)
+            _, param_norms = multi_tensor_l2norm(launch.params, None, True)
+        lars_step(
+            launch.params,
+            launch.grads,
+            launch.buffers,
+            launch.copies,
+            grad_norms,
+            param_norms,
+            lr,
+            device_lr,
+            group["trust_coefficient"],
+            group["eps"],
+            group["momentum"],
+            group["weight_decay"],
+            bool(group["nesterov"]),
+            launch.is_first_run,
+            scale,
+            None,
+        )

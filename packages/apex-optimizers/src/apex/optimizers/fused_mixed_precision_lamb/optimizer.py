@@ -1,0 +1,249 @@
+"""The FusedMixedPrecisionLamb optimizer class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base import FusedOptimizer
+from .._buckets import MASTER, Bucket, StateLayout
+from .._checks import check_lr
+from ..fused_lamb.base import LambOptimizer
+from ..fused_lamb.buckets import share_grad_norm
+from ..fused_lamb.ops import lamb_step
+from .arguments import check_reduced_precision, check_step, given_grad_scaler
+from .numbers import MixedPrecisionBucket, Scaling, is_foreign, own_numbers
+
+
+class FusedMixedPrecisionLamb(LambOptimizer):
+    r"""LAMB for mixed precision: float32 masters, and numbers of a step on the device.
+
+    The formula is that of :class:`apex.optimizers.FusedLAMB`, on the gradients divided by the loss
+    scale. Gradients themselves are left as they are.
+
+    Args:
+        params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
+            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
+            any format.
+        lr: learning rate, a number or a tensor of one element; ``>= 0``. Kept per group as float32
+            on the device; numbers that a scheduler assigns are accepted.
+        step: count of steps that parameters have taken before their first step here; ``>= 0``.
+        bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging: as for
+            :class:`apex.optimizers.FusedLAMB`.
+        max_grad_norm: what the unscaled gradient of all groups together is clipped to; ``>= 0``; 0
+            does not clip. May differ between groups.
+        use_nvlamb: use the ratio of norms also in groups without decay.
+        reduced_precision_dtype: float16 or bfloat16: parameters of this dtype have a float32
+            master, which is updated, and rounded into the parameter. It is made at the first step,
+            after DistributedDataParallel has broadcast the weights. None: no masters.
+        maximize: ascend.
+
+    State, per parameter, same shape and memory format as the parameter:
+        ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters; ``master_param``:
+        float32, with ``reduced_precision_dtype`` (12 bytes per 16-bit parameter then, else 8);
+        ``step``: int32 ``[1]``, steps that the parameter took. ``group["lr"]`` is float32 0-d,
+        ``group["step"]`` int32 ``[1]``; both are on the device, so that a step can be captured in a
+        CUDA graph. ``param_groups_full_precision`` lists the masters.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict`: the groups, or
+            shapes of the state, do not fit.
+        TypeError: a parameter is not real floating point.
+        RuntimeError: ``amsgrad``; in :meth:`step`: a gradient is sparse or does not match its
+            parameter. No parameter and no state is changed then.
+
+    Note:
+        ``torch.amp.GradScaler.step(optimizer)`` hands over loss scale and overflow flag; nothing is
+        changed, and no step counted, where the flag is set, without waiting for the device. Unlike
+        Apex's: masters are part of the state; dtypes may differ within a group; all parameters may
+        lack gradients; the flag of this very step decides whether it counts. Weights that
+        are loaded into the model alone, after the first step, must be copied into
+        ``param_groups_full_precision``, too, else the old masters win.
+
+    Source:
+        You et al., *Large Batch Optimization for Deep Learning: Training BERT in 76 minutes*, ICLR
+        2020, algorithm 2.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+        >>> optimizer = FusedMixedPrecisionLamb(
+        ...     model.parameters(), reduced_precision_dtype=torch.bfloat16
+        ... )
+        >>> scaler = torch.amp.GradScaler("cpu")
+        >>> loss = model(torch.randn(2, 8, dtype=torch.bfloat16)).square().mean()
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    layout = StateLayout(
+        "FusedMixedPrecisionLamb",
+        ("exp_avg", "exp_avg_sq"),
+        has_masters=True,
+        counts_group_steps=False,
+    )
+    kept_attributes = (*LambOptimizer.kept_attributes, "reduced_precision_dtype")
+    bucket_class = MixedPrecisionBucket
+    capturable = True
+    # torch.amp.GradScaler.step() then sets grad_scale and found_inf instead of unscaling.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        check_lr("FusedMixedPrecisionLamb", lr)
+        check_step(step)
+        check_reduced_precision(reduced_precision_dtype)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        self.reduced_precision_dtype = reduced_precision_dtype
+        defaults = {
+            "lr": torch.as_tensor(lr, dtype=torch.float32),
+            "step": torch.tensor([int(step)], dtype=torch.int32),
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, amsgrad)
+
+    @property
+    def multi_tensor_lamb(self) -> Callable[..., None]:
+        """``amp_C.multi_tensor_lamb_mp``, which subclasses written for Apex call."""
+        import amp_C
+
+        return amp_C.multi_tensor_lamb_mp
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        """Per group, the float32 master of each parameter, or None where there is none."""
+        return [
+            {"params": [self.state.get(p, {}).get(MASTER) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def needs_master(self, param: Tensor) -> bool:
+        return param.dtype == self.reduced_precision_dtype
+
+    def init_state(self, group: dict[str, Any], param: Tensor) -> int:
+        is_new = "exp_avg" not in self.state[param]
+        count = super().init_state(group, param)
+        return int(self.defaults["step"]) if is_new else count
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        own_numbers(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            own_numbers(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *arguments: Any, **named: Any) -> Any:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scaler: a :class:`torch.amp.GradScaler`; then this is
+                ``grad_scaler.step(optimizer)``, after ``closure`` if there is one. (It is not in
+                the signature because GradScaler would hand over itself, which it has deprecated.)
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            TypeError: other arguments, or ``grad_scaler`` is no GradScaler.
+            RuntimeError: a gradient cannot be used; nothing is changed then.
+        """
+        scaler = given_grad_scaler(*arguments, **named)
+        if scaler is None:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_by(scaler)
+        return loss
+
+    def _step_by(self, scaler: torch.amp.GradScaler) -> None:
+        """``scaler.step(self)``, which calls back past the hooks: they belong to the outer call."""
+        patched = self.__dict__.get("step")  # by a learning rate scheduler
+        self.step = functools.partial(FusedOptimizer.step, self)
+        try:
+            scaler.step(self)
+        finally:
+            del self.step
+            if patched is not None:
+                self.step = patched
+
+    def step_buckets(self, buckets: list[Bucket]) -> None:
+        scaling = Scaling.of(self)
+        for bucket in buckets:
+            bucket.scaling = scaling
+            if is_foreign(bucket.group["lr"]):
+                own_numbers(bucket.group)
+        share_grad_norm(buckets, scaling.inv_scale)
+        super().step_buckets(buckets)
+        for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
+            group["step"] += scaling.counted(group["step"].device)
+
+    def step_bucket(self, bucket: MixedPrecisionBucket) -> None:
+        group, device = bucket.group, bucket.params[0].device
+        inv_scale, found_inf = bucket.scaling.on(device)
+        step = bucket.step_tensor + bucket.scaling.counted(device)
+        bucket.run(
+            _lamb_step,
+            0.0,
+            group["lr"].to(device),
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            0,
+            step,
+            bool(group["bias_correction"]),
+            bool(group["grad_averaging"]),
+            bool(self.adam_w_mode),
+            bool(self.use_nvlamb),
+            bool(group["maximize"]),
+            bucket.grad_norm,
+            group["max_grad_norm"],
+            None,
+            inv_scale,
+            found_inf,
+        )
+        bucket.step_tensor.copy_(step)
+
+
+def _lamb_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    *hyper: Any,
+) -> None:
+    updated, copies = (masters, params) if masters else (params, [])
+    lamb_step(updated, grads, exp_avgs, exp_avg_sqs, copies, *hyper)

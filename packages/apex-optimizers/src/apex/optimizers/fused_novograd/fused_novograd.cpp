@@ -1,0 +1,117 @@
+// Registers novograd_step: checks, types and launches; the mathematics is in novograd.h.
+#include "novograd.h"
+
+#include "apex/engine/foreach.h"
+#include "apex/engine/foreach_reduce.h"
+#include "apex/math/l2norm.h"
+#include "apex/math/maxnorm.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/tensor_table.h"
+
+namespace apex::optimizers {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+constexpr const char* kOp = "novograd_step";
+
+// The gradients' norms, per tensor, on the device.
+template <class G>
+double* grad_norms(const Context& context, const TensorTable& grads, bool is_max_norm) {
+  using T = compute_t<G>;
+  int64_t tensors = grads.tensors();
+  double* norms = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
+  double* total = norms + tensors;
+  if (is_max_norm) {
+    foreach_reduce<G>(context, grads, MaxNorm<T>{}, norms, total);
+  } else {
+    foreach_reduce<G>(context, grads, L2Norm<T>{nullptr}, norms, total);
+  }
+  return norms;
+}
+
+// The running norms as one more list, of a single tensor.
+template <class N>
+void blend(const Context& context, N* norms, double* grad_norms, int64_t tensors,
+           const BlendNorms& functor) {
+  TensorTable table;
+  table.columns = 2;
+  table.data = {norms, grad_norms};
+  table.numel = {tensors};
+  foreach<InOut<N>, In<double>>(context, table, functor);
+}
+
+void check_norms(const Tensor& norms, const TensorList& params) {
+  const Tensor& like = params[0];
+  bool is_near =
+      norms.is_cpu() == like.is_cpu() && norms.get_device_index() == like.get_device_index();
+  check(norms.numel() == static_cast<int64_t>(params.size()) && norms.is_contiguous() && is_near,
+        kOp, ": norms must hold ", params.size(),
+        " contiguous numbers on the device of params, one per tensor; got ", describe(norms), ".");
+}
+
+// Calls body<P, M, N>() for the dtypes of parameters, moments and norms.
+template <class Body>
+void dispatch_novograd(ScalarType param, ScalarType moment, ScalarType norm, Body&& body) {
+  bool is_norm = norm == ScalarType::Float || norm == param;
+  check((moment == ScalarType::Float || moment == param) && is_norm, kOp, ": for params of ",
+        dtype_name(param),
+        " exp_avgs must be of that dtype or float32, and norms float32 or, for float64, float64; "
+        "got exp_avgs ",
+        dtype_name(moment), ", norms ", dtype_name(norm), ".");
+  dispatch_floating(kOp, param, [&]<class P>() {
+    auto with_moment = [&]<class M>() {
+      if constexpr (std::is_same_v<P, double>) {
+        if (norm == ScalarType::Double) return body.template operator()<P, M, double>();
+      }
+      check(norm == ScalarType::Float, kOp, ": norms must be float32, got ", dtype_name(norm), ".");
+      body.template operator()<P, M, float>();
+    };
+    if (moment == param) return with_moment.template operator()<P>();
+    with_moment.template operator()<float>();
+  });
+}
+
+void novograd_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+                   const Tensor& norms, double lr, double beta1, double beta2, double eps,
+                   double weight_decay, int64_t step, bool bias_correction, bool grad_averaging,
+                   bool reg_inside_moment, bool is_max_norm, bool first_run, bool maximize) {
+  if (params.empty()) return;
+  // Tensors without elements keep their rows: norms belong to indices of the lists.
+  NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs};
+  TensorTable table = make_table(kOp, {p, g, m}, Empty::kKeep);
+  TensorTable grad_table = make_table(kOp, {g}, Empty::kKeep);
+  check_norms(norms, params);
+  ScalarType dtype = params[0].scalar_type();
+  check(grads[0].scalar_type() == dtype, kOp, ": params are ", dtype_name(dtype),
+        ", but grads are ", dtype_name(grads[0].scalar_type()),
+        ". Gradients must have their parameter's dtype.");
+  NovoGradHyper hyper{lr,
+                      beta1,
+                      beta2,
+                      eps,
+                      weight_decay,
+                      static_cast<double>(step),
+                      bias_correction,
+                      grad_averaging,
+                      maximize};
+  Context context(params[0]);
+  dispatch_novograd(
+      dtype, exp_avgs[0].scalar_type(), norms.scalar_type(), [&]<class P, class M, class N>() {
+        N* running = data<N>(norms, "norms");
+        blend(context, running, grad_norms<P>(context, grad_table, is_max_norm), table.tensors(),
+              BlendNorms{beta2, is_max_norm, first_run});
+        dispatch_bool(reg_inside_moment, [&]<bool kInside>() {
+          foreach<InOut<P>, In<P>, InOut<M>>(
+              context, table, make_novograd_steps<compute_t<P>, kInside>(hyper, running));
+        });
+      });
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_optimizers, m) { m.impl("novograd_step", TORCH_BOX(&novograd_step)); }
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::optimizers

@@ -1,0 +1,193 @@
+"""The FusedNovoGrad optimizer class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._base import FusedOptimizer
+from .._buckets import StateLayout
+from .._checks import check_betas, check_lr, check_not_negative
+from .._state import matching_params
+from .norms import NORMS, GroupNorms, NovoGradBucket, conform
+from .ops import novograd_step
+
+
+class FusedNovoGrad(FusedOptimizer):
+    r"""NovoGrad: Adam with a second moment per parameter tensor instead of per element.
+
+    .. math::
+        N_t = \sqrt{\beta_2 N_{t-1}^2 + (1-\beta_2) \lVert g_t \rVert_2^2}, \qquad
+        D_t = \frac{N_t}{\sqrt{1-\beta_2^t}} + \epsilon
+
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t, \qquad
+        p_t = p_{t-1} - \eta \left( \frac{m_t}{(1-\beta_1^t) D_t} + \lambda p_{t-1} \right)
+
+    :math:`N` is one number per tensor; :math:`N_1` is the norm of the tensor's first gradient. With
+    ``norm_type=0`` it is :math:`N_t = \beta_2 N_{t-1} + (1-\beta_2) \max_i |g_{t,i}|`. With
+    ``reg_inside_moment=True``, :math:`m_t = \beta_1 m_{t-1} + (1-\beta_1) (g_t / D_t + \lambda
+    p_{t-1})` and :math:`p_t = p_{t-1} - \eta m_t / (1-\beta_1^t)`.
+
+    Args:
+        params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
+            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
+            any format (contiguous, channels_last, transposed).
+        lr: learning rate :math:`\eta`, parameter units per step; ``>= 0``. A number, or a tensor of
+            one element.
+        bias_correction: divide by :math:`1-\beta_1^t` and :math:`\sqrt{1-\beta_2^t}`.
+        betas: decay of the moment and of the norm per step, each in ``[0, 1)``.
+        eps: added to the norm, in gradient units; ``>= 0``.
+        weight_decay: :math:`\lambda`, per step; ``>= 0``.
+        amsgrad: not supported; ``True`` raises.
+        reg_inside_moment: see above.
+        grad_averaging: ``False`` leaves out the factor :math:`1-\beta_1` of the new gradient.
+        norm_type: 2, Euclidean, or 0, maximum.
+        init_zero: :math:`N_0 = 0` instead of :math:`N_1 = \lVert g_1 \rVert`.
+        set_grad_none: ``zero_grad()`` sets gradients to None by default.
+        maximize: go up instead of down.
+
+    State, per parameter:
+        ``exp_avg``: :math:`m`, same shape and memory format as the parameter, float32, or float64
+        for float64 parameters; ``step``: the count of steps that the parameter took. 4 bytes per
+        parameter, 8 for float64.
+
+    State, per group:
+        ``exp_avg_sq``: :math:`N`, a list of two vectors in the order of the group's parameters, the
+        first of 16-bit, the second of float32 parameters, both float32; and a third, float64, where
+        there are float64 parameters. 0 for a parameter that never had a gradient. ``step``: int.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict`: a state does not
+            fit.
+        TypeError: a parameter is not real floating point.
+        RuntimeError: ``amsgrad``, or another ``norm_type``; in :meth:`step`: a gradient is sparse
+            or does not match its parameter. No parameter and no state is changed then.
+
+    Note:
+        Differs from Apex in that parameters may have no gradient at times or join later: each one's
+        first gradient starts its own norm, and bias correction follows its own step count; and in
+        that moments of 16-bit parameters are float32. Norms stay on the device: a step waits for
+        nothing. It moves 24 bytes per float32 parameter. ``inf`` and ``nan`` gradients reach all of
+        their tensor; use :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
+
+    Source:
+        Ginsburg et al., *Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training
+        of Deep Networks*, 2019, algorithm 1, with bias correction.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = FusedNovoGrad(model.parameters(), lr=1e-2, betas=(0.95, 0.98))
+        >>> model(torch.randn(2, 8)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    layout = StateLayout("FusedNovoGrad", ("exp_avg",))
+    kept_attributes = ("moment_mode",)
+    bucket_class = NovoGradBucket
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedNovoGrad: amsgrad=True is not supported.")
+        self.moment_mode = 0 if reg_inside_moment else 1
+        self.set_grad_none = set_grad_none
+        self._norms = GroupNorms()
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def multi_tensor_novograd(self) -> Callable[..., None]:
+        """``amp_C.multi_tensor_novograd``, which subclasses written for Apex call."""
+        import amp_C
+
+        return amp_C.multi_tensor_novograd
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        check_lr("FusedNovoGrad", group["lr"])
+        check_betas("FusedNovoGrad", group["betas"])
+        check_not_negative("FusedNovoGrad", group, ("eps", "weight_decay"))
+        if group["norm_type"] not in (0, 2):
+            raise RuntimeError(
+                "FusedNovoGrad: norm_type must be 2 (Euclidean) or 0 (maximum), got "
+                f"{group['norm_type']}."
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._norms = GroupNorms()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of Apex's, also one from before the first step.
+
+        Moments keep their precision; norms go to the parameters' device.
+
+        Raises:
+            ValueError: groups, norms, or shapes of the state, do not fit. Nothing is changed then.
+        """
+        matching_params(self, state_dict)
+        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        norms = [conform(group, saved, state_dict["state"]) for group, saved in pairs]
+        super().load_state_dict(state_dict)
+        for group, vectors in zip(self.param_groups, norms, strict=True):
+            group.pop(NORMS, None)
+            if vectors is not None:
+                group[NORMS] = vectors
+
+    def step_bucket(self, bucket: NovoGradBucket) -> None:
+        group = bucket.group
+        if bucket.kind < 0:
+            self._norms.place(group, bucket)
+        vector, slots = group[NORMS][bucket.kind], bucket.slots
+        norms = vector
+        if slots is not None:
+            norms = vector.index_select(0, slots).to(bucket.params[0].device)
+        step = bucket.step_number + 1
+        if step == 1 and group["init_zero"]:
+            norms.zero_()
+        beta1, beta2 = group["betas"]
+        bucket.run(
+            novograd_step,
+            norms,
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            step,
+            bool(group["bias_correction"]),
+            bool(group["grad_averaging"]),
+            self.moment_mode == 0,
+            group["norm_type"] == 0,
+            step == 1 and not group["init_zero"],
+            bool(group["maximize"]),
+        )
+        if slots is not None:
+            vector.index_copy_(0, slots, norms.to(vector.device))
+        bucket.set_step(step)

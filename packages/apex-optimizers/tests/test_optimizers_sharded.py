@@ -1,0 +1,135 @@
+"""FSDP2's sharded parameters on two gloo processes, against one process with whole parameters."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLARS,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+
+FP8 = torch.float8_e4m3fn
+CASES = {
+    "adam": (FusedAdam, {"weight_decay": 0.1}),
+    "adam_l2": (FusedAdam, {"weight_decay": 0.1, "adam_w_mode": False}),
+    "adam_masters": (FusedAdam, {"master_weights": True}),
+    "adam_bf16": (FusedAdam, {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
+    "adagrad": (FusedAdagrad, {"weight_decay": 0.1}),
+    "sgd": (FusedSGD, {"momentum": 0.9, "weight_decay": 0.1}),
+}
+
+
+def make_model(dtype):
+    torch.manual_seed(0)
+    # 7 rows: shards of different sizes; 1 row: a shard without elements.
+    layers = [torch.nn.Linear(5, 7), torch.nn.Linear(7, 1)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def set_grads(whole, sharded, step):
+    """The same gradients for both, in the placement of each."""
+    generator = torch.Generator().manual_seed(step)
+    for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements)
+
+
+def assert_same(whole, sharded):
+    for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert isinstance(q, DTensor)
+        assert torch.equal(p, q.full_tensor())
+
+
+def check_steps(rank, world_size, case, dtype):
+    cls, options = CASES[case]
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole, sharded = make_model(dtype), make_model(dtype)
+    fully_shard(sharded, mesh=mesh)
+    optimizers = [cls(m.parameters(), lr=0.1, **options) for m in (whole, sharded)]
+    for step in range(3):
+        set_grads(whole, sharded, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(whole, sharded)
+    for entry in optimizers[1].state_dict()["state"].values():
+        moments = [v for k, v in entry.items() if k != "step"]
+        assert all(isinstance(v, DTensor) for v in moments)
+
+    # A checkpoint of whole tensors, loaded into fresh shards, continues.
+    options_full = StateDictOptions(full_state_dict=True)
+    saved = get_optimizer_state_dict(sharded, optimizers[1], options=options_full)
+    resumed = cls(sharded.parameters(), lr=0.1, **options)
+    resumed.zero_grad(set_to_none=True)  # torch makes states by a step without gradients
+    load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(sharded, resumed, copy.deepcopy(saved), options=load)
+    set_grads(whole, sharded, 3)
+    optimizers[0].step()
+    resumed.step()
+    assert_same(whole, sharded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_shards_are_updated_as_the_whole_is(two_ranks, case, dtype):
+    two_ranks(check_steps, case=case, dtype=dtype)
+
+
+def check_training(rank, world_size):
+    """Forward, reduced gradients and steps of FSDP2 itself, with 8-bit moments."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole, sharded = make_model(torch.float32), make_model(torch.float32)
+    fully_shard(sharded, mesh=mesh)
+    options = {"lr": 0.01, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8}
+    optimizers = [FusedAdam(m.parameters(), **options) for m in (whole, sharded)]
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(20):
+        for model, optimizer in zip((whole, sharded), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    # Scales are per shard, so that the trajectories are close, not equal.
+    for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p, rtol=0, atol=0.05)
+
+
+def test_training_with_fsdp(two_ranks):
+    two_ranks(check_training)
+
+
+def check_refusals(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    for cls in (FusedLAMB, FusedLARS, FusedMixedPrecisionLamb, FusedNovoGrad):
+        with pytest.raises(NotImplementedError, match=r"params\[0\] is a DTensor"):
+            cls([param], lr=0.1)
+    for cls in (FusedAdagrad, FusedAdam, FusedSGD):
+        optimizer = cls([param], lr=0.1)
+        param.grad = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+        with pytest.raises(RuntimeError, match="not sharded alike"):
+            optimizer.step()
+    assert torch.equal(param.full_tensor(), torch.ones(4))
+    dist.barrier()
+
+
+def test_what_cannot_be_sharded_is_refused(two_ranks):
+    two_ranks(check_refusals)

@@ -1,0 +1,128 @@
+// foreach_fold on a GPU: a block per chunk leaves its partial sums, then one block per tensor adds
+// them.
+#pragma once
+
+#include "apex/engine/foreach_gpu.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+template <int K, class F, int N, class Indices, class... Columns>
+struct FoldKernel;
+
+template <int K, class F, int N, size_t... I, class... Columns>
+struct FoldKernel<K, F, N, std::index_sequence<I...>, Columns...> {
+  using T = typename F::value_type;
+
+  // One pack, or the part of it that there is.
+  APEX_DEVICE static void add(const F& functor, void* const* data,
+                              const Array<Storage, sizeof...(I)>& storage, int64_t offset,
+                              int count, double (&sums)[K]) {
+    T values[sizeof...(I)][N];
+    (ColumnPacks<T, N, Columns>::load(data[I], offset, values[I], count, storage[I]), ...);
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) {
+      if (lane < count) {
+        double terms[K];
+        functor(terms, values[I][lane]...);
+#pragma unroll
+        for (int k = 0; k < K; ++k) sums[k] = fold_terms<F>(sums[k], terms[k]);
+      }
+    }
+    (ColumnPacks<T, N, Columns>::store(data[I], offset, values[I], count, storage[I]), ...);
+  }
+
+  // The calling thread's share of elements [begin, end).
+  APEX_DEVICE static void run(const F& functor, void* const* data,
+                              const Array<Storage, sizeof...(I)>& storage, int64_t begin,
+                              int64_t end, double (&sums)[K]) {
+    bool aligned = (ColumnPacks<T, N, Columns>::aligned(data[I]) && ...);
+    const int step = aligned ? N : 1;
+    for (int64_t i = begin + threadIdx.x * step; i < end; i += int64_t{kForeachThreads} * step) {
+      int count = static_cast<int>(min(static_cast<int64_t>(step), end - i));
+      add(functor, data, storage, i, count, sums);
+    }
+  }
+};
+
+template <int K, class Prepared, int N, class F, class... Columns>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_fold_chunks(ForeachBatch<sizeof...(Columns)> batch, double* partials, F functor) {
+  using Own = decltype(of_tensor(prepared(functor), 0));
+  using Kernel = FoldKernel<K, Own, N, std::index_sequence_for<Columns...>, Columns...>;
+  // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
+  APEX_SHARED(RawStorage<Prepared>, shared);
+  if (skipped(functor)) return;  // the same for all threads: nobody waits at the barrier
+  if (threadIdx.x == 0) *reinterpret_cast<Prepared*>(shared.bytes) = prepared(functor);
+  __syncthreads();
+  const Prepared plain = *reinterpret_cast<const Prepared*>(shared.bytes);
+
+  const int tensor = batch.tensor_of_block();
+  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[tensor]) * kFoldChunk;
+  int64_t end = min(begin + kFoldChunk, batch.numel[tensor]);
+  double sums[K] = {};
+  Kernel::run(of_tensor(plain, batch.first_tensor + tensor), batch.data[tensor], batch.storage,
+              begin, end, sums);
+  for (int k = 0; k < K; ++k) {
+    double sum = reduce_row(sums[k], FoldTerms<Own>{});
+    if (threadIdx.x == 0) partials[static_cast<int64_t>(blockIdx.x) * K + k] = sum;
+  }
+}
+
+// One block per tensor: its partial sums in a fixed order.
+template <int K, class Own, class F>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_fold_tensors(ForeachBatch<1> batch, const double* partials, double* sums, F functor) {
+  if (skipped(functor)) return;
+  const int tensor = blockIdx.x;
+  int64_t begin = batch.first_block[tensor];
+  int64_t end = begin + (batch.numel[tensor] + kFoldChunk - 1) / kFoldChunk;
+  for (int k = 0; k < K; ++k) {
+    double sum = 0;
+    for (int64_t i = begin + threadIdx.x; i < end; i += kForeachThreads) {
+      sum = fold_terms<Own>(sum, partials[i * K + k]);
+    }
+    sum = reduce_row(sum, FoldTerms<Own>{});
+    if (threadIdx.x == 0) sums[(batch.first_tensor + tensor) * K + k] = sum;
+  }
+}
+
+template <int K, class... Columns, class Context, class F>
+void foreach_fold(const Context& context, const TensorTable& table, const F& functor,
+                  double* sums) {
+  using Prepared = decltype(prepared(functor));
+  using Own = decltype(of_tensor(prepared(functor), 0));
+  constexpr int N = pack_size<typename Columns::storage...>();
+  using Batch = ForeachBatch<sizeof...(Columns)>;
+  int64_t tensor = 0;
+  while (tensor < table.tensors()) {
+    Batch batch;
+    ForeachBatch<1> counts;  // the same tensors, without their data
+    batch.tensors = 0;
+    batch.first_tensor = counts.first_tensor = tensor;
+    batch.storage = table.storages<sizeof...(Columns)>();
+    int64_t blocks = 0;
+    while (tensor < table.tensors() && batch.tensors < Batch::kTensors) {
+      std::copy_n(table.row(tensor), sizeof...(Columns), batch.data[batch.tensors]);
+      batch.numel[batch.tensors] = counts.numel[batch.tensors] = table.numel[tensor];
+      batch.first_block[batch.tensors] = counts.first_block[batch.tensors] = blocks;
+      blocks += (table.numel[tensor] + kFoldChunk - 1) / kFoldChunk;
+      ++batch.tensors;
+      ++tensor;
+    }
+    counts.tensors = batch.tensors;
+    double* partials = static_cast<double*>(context.workspace((blocks * K + 1) * sizeof(double)));
+    if (blocks > 0) {
+      launch(foreach_fold_chunks<K, Prepared, N, F, Columns...>,
+             dim3(static_cast<unsigned>(blocks)), dim3(kForeachThreads), 0, context.stream(), batch,
+             partials, functor);
+      context.check_launch("foreach_fold_chunks");
+    }
+    launch(foreach_fold_tensors<K, Own, F>, dim3(batch.tensors), dim3(kForeachThreads), 0,
+           context.stream(), counts, partials, sums, functor);
+    context.check_launch("foreach_fold_tensors");
+  }
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
