@@ -106,7 +106,7 @@ def tests(session, package):
         paths = ["docs/examples"]
     elif package == "together":
         install_wheels(session, PACKAGES, "nox", "uv", "pip", "hatchling", *TOOLS)
-        paths = ["ci", "shared_csrc"]
+        paths = ["ci", "--ignore=ci/clients", "shared_csrc"]
     else:
         install_wheels(session, [package])
     pytest(session, *paths)
@@ -136,6 +136,22 @@ def matrix(session, torch):
     sample = ["-p", "ci.sampling", "--cases-per-test", str(MATRIX["cases_per_test"])]
     parallel = ["-n", str(len(os.sched_getaffinity(0))), "-o", "apex_threads=1"]
     pytest(session, *sample, *parallel, *(f"packages/{p}/tests" for p in PACKAGES))
+
+
+def client_runs():
+    """Return, for every client of ci/matrix.toml, the Python that it runs on, and its name."""
+    return [(c.get("python", THIS_PYTHON), name) for name, c in MATRIX["clients"].items()]
+
+
+@nox.session(requires=["build"])
+@nox.parametrize("python,client", client_runs(), ids=list(MATRIX["clients"]))
+def clients(session, client):
+    """Install another project that uses Apex, and run its code with all five wheels."""
+    facts = MATRIX["clients"][client]
+    # A torch among local wheels is of another build than the index's torchvision.
+    local_links = not any(r.startswith("torchvision") for r in facts["requires"])
+    install_wheels(session, PACKAGES, *facts["requires"], local_links=local_links)
+    pytest(session, *(f"ci/clients/{file}" for file in facts["tests"]))
 
 
 def install_nvcc(session):
@@ -203,7 +219,7 @@ def demo(session):
 @nox.session(requires=["build"])
 def bench(session):
     """Time kernels against their peers (-- NAME... for some); figures go to docs/benchmarks."""
-    install_wheels(session, PACKAGES, "matplotlib")
+    install_wheels(session, PACKAGES, "matplotlib", *MATRIX["bench"]["peers"])
     session.run("python", "ci/benchmarks.py", *session.posargs)
 
 

@@ -1,6 +1,6 @@
 """Run benchmarks, each in fresh processes, and write figures, tables and plots to docs/benchmarks.
 
-python ci/benchmarks.py [NAME...]      NAME: part of a benchmark's file name; default: all
+python ci/benchmarks.py [NAME...]   NAME: a package, or part of a benchmark's name; default: all
 """
 
 import json
@@ -24,13 +24,18 @@ TUNED_MALLOC = {
 
 def main(wanted: list[str]) -> None:
     found = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
-    chosen = [f for f in found if not wanted or any(name in f.stem for name in wanted)]
+    chosen = [f for f in found if not wanted or any(is_called(f, name) for name in wanted)]
     if not chosen:
         names = ", ".join(f.stem.removeprefix("bench_") for f in found)
         sys.exit(f"benchmarks: none is called {' or '.join(wanted) or 'anything'}; found: {names}")
     RESULTS.mkdir(parents=True, exist_ok=True)
     for file in chosen:
         measure(file)
+
+
+def is_called(file: Path, name: str) -> bool:
+    """Whether a benchmark belongs to the package ``name``, or has it in its own name."""
+    return name == file.parts[-3] or name in file.stem
 
 
 def measure(file: Path) -> None:

@@ -1,0 +1,19 @@
+"""What tests of several clients need."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """A gloo world of one process, with the variables that launchers set."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    store = tmp_path_factory.mktemp("store") / "file"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=0, world_size=1
+        )
+        yield
+        torch.distributed.destroy_process_group()
