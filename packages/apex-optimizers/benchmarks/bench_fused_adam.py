@@ -7,38 +7,16 @@ import torch
 
 from apex.optimizers import FusedAdam
 from apex_testkit.bench import chosen_device, compare
+from apex_testkit.bench_models import RESNET50, models, params_with_grads
 
 DEVICE = chosen_device()
 
 
-def resnet50_sizes():
-    """Element counts of the 161 parameters of torchvision's resnet50, 25.6 M in all."""
-    sizes, channels = [64 * 3 * 7 * 7, 64, 64], 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            wide = 4 * width
-            for weight, norm in ((channels, width), (9 * width, width), (width, wide)):
-                sizes += [weight * norm, norm, norm]
-            if block == 0:
-                sizes += [channels * wide, wide, wide]
-            channels = wide
-    return [*sizes, 2048 * 1000, 1000]
-
-
-MODELS = {
-    "resnet50": resnet50_sizes(),
-    "10,000 x 100": [100] * 10_000,
-    "norms 400 x 1k": [1_000] * 400,
-    "mlp 2 x 10M": [10_000_000] * 2,
-    **({"mlp 2 x 200M": [200_000_000] * 2} if DEVICE == "cuda" else {}),
-}
+MODELS = models(DEVICE, resnet50=RESNET50)
 
 
 def stepper(cls, sizes, dtype=torch.float32, **options):
-    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE).to(dtype)) for n in sizes]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return cls(params, lr=1e-3, weight_decay=0.01, **options).step
+    return cls(params_with_grads(sizes, DEVICE, dtype), lr=1e-3, weight_decay=0.01, **options).step
 
 
 def master_recipe(sizes):

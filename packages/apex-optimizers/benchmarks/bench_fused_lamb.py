@@ -6,36 +6,23 @@ import torch
 
 from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb
 from apex_testkit.bench import chosen_device, compare
+from apex_testkit.bench_models import BERT_BASE, models, params_with_grads
 
 DEVICE = chosen_device()
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-6, 0.01
 
-# Parameters of BERT-base: element counts and how often each occurs, 110 M in all.
-BERT_COUNTS = {23_440_896: 1, 2_359_296: 24, 589_824: 49, 393_216: 1, 3_072: 12, 1_536: 1, 768: 111}
-MODELS = {
-    "bert base": [n for n, count in BERT_COUNTS.items() for _ in range(count)],
-    "10,000 x 100": [100] * 10_000,
-    "norms 400 x 1k": [1_000] * 400,
-    "mlp 2 x 10M": [10_000_000] * 2,
-}
-
-
-def make(sizes, dtype=torch.float32):
-    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE).to(dtype)) for n in sizes]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
+MODELS = models(DEVICE, **{"bert base": BERT_BASE})
 
 
 def stepper(cls, sizes, dtype=torch.float32, **options):
-    return cls(make(sizes, dtype), lr=LR, weight_decay=DECAY, **options).step
+    return cls(params_with_grads(sizes, DEVICE, dtype), lr=LR, weight_decay=DECAY, **options).step
 
 
 class Composition:
     """LAMB in torch's foreach functions, as a careful user writes it."""
 
     def __init__(self, sizes):
-        self.params = make(sizes)
+        self.params = params_with_grads(sizes, DEVICE)
         self.grads = [p.grad for p in self.params]
         self.exp_avgs = [torch.zeros_like(p) for p in self.params]
         self.exp_avg_sqs = [torch.zeros_like(p) for p in self.params]
@@ -64,7 +51,7 @@ class Compiled:
     """The formula for all tensors in one graph, compiled."""
 
     def __init__(self, sizes):
-        self.params = make(sizes)
+        self.params = params_with_grads(sizes, DEVICE)
         self.grads = [p.grad for p in self.params]
         self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.params]
         self.step = torch.zeros((), device=DEVICE)

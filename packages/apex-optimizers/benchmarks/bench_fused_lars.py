@@ -6,29 +6,17 @@ import torch
 
 from apex.optimizers import FusedLARS
 from apex_testkit.bench import chosen_device, compare
+from apex_testkit.bench_models import models, params_with_grads
 
 DEVICE = chosen_device()
 LR, MOMENTUM, DECAY, TRUST = 0.1, 0.9, 1e-4, 1e-3
-MODELS = {
-    "mlp 2 x 10M": [10_000_000] * 2,
-    "10,000 x 100": [100] * 10_000,
-    "norms 400 x 1k": [1_000] * 400,
-    **({"mlp 2 x 200M": [200_000_000] * 2} if DEVICE == "cuda" else {}),
-}
-
-
-def make(sizes):
-    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE)) for n in sizes]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
 
 
 class Composition:
     """LARS in torch's foreach functions, as a careful user writes it."""
 
     def __init__(self, sizes):
-        self.params = make(sizes)
+        self.params = params_with_grads(sizes, DEVICE)
         self.grads = [p.grad for p in self.params]
         self.buffers = [torch.zeros_like(p) for p in self.params]
 
@@ -47,10 +35,10 @@ class Composition:
 
 def fused(sizes):
     options = {"momentum": MOMENTUM, "weight_decay": DECAY, "trust_coefficient": TRUST}
-    return FusedLARS(make(sizes), lr=LR, **options).step
+    return FusedLARS(params_with_grads(sizes, DEVICE), lr=LR, **options).step
 
 
-for case, sizes in MODELS.items():
+for case, sizes in models(DEVICE).items():
     compare(
         "lars_step",
         case,

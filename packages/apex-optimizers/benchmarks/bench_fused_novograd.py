@@ -6,29 +6,17 @@ import torch
 
 from apex.optimizers import FusedNovoGrad
 from apex_testkit.bench import chosen_device, compare
+from apex_testkit.bench_models import models, params_with_grads
 
 DEVICE = chosen_device()
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.95, 0.98, 1e-8, 0.01
-MODELS = {
-    "mlp 2 x 10M": [10_000_000] * 2,
-    "10,000 x 100": [100] * 10_000,
-    "norms 400 x 1k": [1_000] * 400,
-    **({"mlp 2 x 200M": [200_000_000] * 2} if DEVICE == "cuda" else {}),
-}
-
-
-def make(sizes):
-    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE)) for n in sizes]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
 
 
 class Composition:
     """NovoGrad in torch's foreach functions, as a careful user writes it."""
 
     def __init__(self, sizes):
-        self.params = make(sizes)
+        self.params = params_with_grads(sizes, DEVICE)
         self.grads = [p.grad for p in self.params]
         self.exp_avgs = [torch.zeros_like(p) for p in self.params]
         self.norms = torch.stack(torch._foreach_norm(self.grads))
@@ -48,10 +36,12 @@ class Composition:
 
 
 def fused(sizes):
-    return FusedNovoGrad(make(sizes), lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY).step
+    return FusedNovoGrad(
+        params_with_grads(sizes, DEVICE), lr=LR, betas=(BETA1, BETA2), weight_decay=DECAY
+    ).step
 
 
-for case, sizes in MODELS.items():
+for case, sizes in models(DEVICE).items():
     compare(
         "novograd_step",
         case,

@@ -122,6 +122,8 @@ def test_states_can_be_made_read_and_set(device):
     for o in (optimizer, twin):
         take_steps(o, [[torch.ones_like(value)]])
     assert torch.equal(param, other)
+    with pytest.raises(ValueError, match="must be given in full"):
+        optimizer.set_scaled_state(param, "master_param", optimizer.state[param]["master_param"])
     with pytest.raises(ValueError, match="store_param_remainders is False"):
         optimizer.initialize_state(param, False)
     with pytest.raises(ValueError, match="not one of the optimizer's"):

@@ -96,6 +96,39 @@ def test_checkpoint_of_another_model_changes_nothing(device):
         assert torch.equal(after["state"][0][key], value)
 
 
+@pytest.mark.parametrize("ours_decoupled", [True, False])
+def test_a_state_of_the_other_formula_is_refused(ours_decoupled, device):
+    """Adam's decay is in the gradient, AdamW's is not: the run would go on with other steps."""
+    params = [torch.nn.Parameter(torch.ones(4, device=device))]
+    theirs = torch.optim.Adam if ours_decoupled else torch.optim.AdamW
+    state = theirs(params, weight_decay=0.1).state_dict()
+    optimizer = FusedAdam(params, adam_w_mode=ours_decoupled, weight_decay=0.5)
+    with pytest.raises(ValueError, match=r"the state is of Adam.*adam_w_mode"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    state["param_groups"][0]["weight_decay"] = 0.0  # both are one formula then
+    optimizer.load_state_dict(state)
+    state["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_torch_learns_which_formula_a_state_is_of(decoupled, device):
+    value = torch.randn(5, device=device, dtype=torch.float64)
+    grads = [torch.randn_like(value) for _ in range(4)]
+    param = torch.nn.Parameter(value.clone())
+    hyper = {"lr": 0.1, "weight_decay": 0.1}
+    ours = run_steps(FusedAdam, [param], [[g] for g in grads[:2]], adam_w_mode=decoupled, **hyper)
+    theirs = (torch.optim.AdamW if decoupled else torch.optim.Adam)([param], **hyper)
+    theirs.load_state_dict(save_and_load(ours.state_dict()))
+    for g in grads[2:]:
+        param.grad = g
+        theirs.step()
+    expected = adam_reference(value, *grads, adam_w_mode=decoupled, **hyper)
+    torch.testing.assert_close(param.detach(), expected)
+
+
 def test_deepcopy_keeps_the_mode(device):
     param = torch.nn.Parameter(torch.ones(4, device=device))
     optimizer = FusedAdam([param], lr=0.1, weight_decay=0.5, adam_w_mode=False)

@@ -1,13 +1,13 @@
 """FusedLARS against its formula in float64, over dtypes and options; amp's master weights."""
 
 import functools
-import types
 
 import pytest
 import torch
 
 from apex.optimizers import FusedLARS
 from apex_testkit import FLOATS, HALVES, assert_as_accurate_as
+from apex_testkit.amp_masters import check_masters_and_copies
 from apex_testkit.optimizers import run_steps
 from apex_testkit.optimizers_lars import lars_reference
 
@@ -152,52 +152,11 @@ def test_bad_hyper_parameters(options, message):
 HYPER = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.1, "eps": 0.1}
 
 
-def with_masters(models, wide, **options):
-    """An optimizer as amp leaves it: masters and float32 parameters in its one group."""
-    masters = [torch.nn.Parameter(m.detach().float()) for m in models]
-    optimizer = FusedLARS([*masters, *wide], **HYPER, **options)
-    optimizer._amp_stash = types.SimpleNamespace(
-        fp16_groups=[models], fp32_from_fp16_groups=[masters], fp32_from_fp32_groups=[wide]
-    )
-    return optimizer, masters
-
-
 @pytest.mark.parametrize("materialize", [True, False])
 @pytest.mark.parametrize("dtype", [*HALVES, None], ids=str)
 def test_masters_and_copies_follow_the_formula(dtype, materialize, device):
-    """dtype None: both kinds of 16-bit parameters in one model."""
-    dtypes = [dtype or torch.float16, dtype or torch.bfloat16]
-    models = [
-        torch.nn.Parameter(torch.randn(n, device=device, dtype=d))
-        for n, d in zip((5, 257), dtypes, strict=True)
-    ]
-    wide = [torch.nn.Parameter(torch.randn(33, device=device))]
-    optimizer, masters = with_masters(models, wide, materialize_master_grads=materialize)
-    starts = [p.detach().clone() for p in (*masters, *wide)]
-    scale = 1.0 if materialize else 64.0
-    history = []
-    for _ in range(3):
-        # What reaches the optimizer: gradients of 16-bit values, scaled unless materialized. The
-        # norm is that of the unscaled gradient, else eps would count less.
-        seen = [torch.randn_like(p) for p in (*models, *wide)]
-        history.append([(g.float() / scale) for g in seen])
-        for model, master, grad in zip(models, masters, seen, strict=False):
-            model.grad, master.grad = (None, grad.float()) if materialize else (grad, None)
-        wide[0].grad = seen[-1].clone()
-        optimizer.most_recent_scale = scale
-        optimizer.scale_set_by_backward = not materialize
-        optimizer.step()
-        assert optimizer.most_recent_scale == 1.0
-        assert not optimizer.scale_set_by_backward
-    for i, (p, start) in enumerate(zip((*masters, *wide), starts, strict=True)):
-        own = [grads[i] for grads in history]
-        # The parameter is rounded once in each of three steps.
-        assert_as_accurate_as(
-            lambda p, *g: lars_reference(p, *g, **HYPER), p.detach(), start, *own, ulps=3
-        )
-        assert optimizer.state[p]["momentum_buffer"].dtype == torch.float32
-    for model, master in zip(models, masters, strict=True):
-        assert torch.equal(model.detach(), master.detach().to(model.dtype))
+    """The norm is that of the unscaled gradient, else eps would count less."""
+    check_masters_and_copies(FusedLARS, lars_reference, HYPER, dtype, materialize, device)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

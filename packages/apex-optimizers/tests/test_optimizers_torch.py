@@ -60,6 +60,20 @@ def test_every_optimizer_is_here():
 
 
 @all_optimizers
+def test_a_parameter_stands_in_an_optimizer_once(make, device):
+    first, second, _ = make_params(device)
+    with (
+        pytest.warns(UserWarning, match="duplicate"),
+        pytest.raises(ValueError, match=r"params\[2\] is params\[0\]"),
+    ):
+        make([first, second, first])
+    optimizer = make([first])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [second, first]})
+    assert len(optimizer.param_groups) == 1
+
+
+@all_optimizers
 def test_hooks_and_closures(make, device):
     params, seen = make_params(device), []
     optimizer = make(params)

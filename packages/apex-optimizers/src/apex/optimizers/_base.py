@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._buckets import MASTER, Bucket, BucketCache, StateLayout, state_dtype
-from ._checks import check_params, check_shards
+from ._checks import check_duplicates, check_params, check_shards
 from ._state import complete_groups, load_state, separate_steps
 
 
@@ -56,6 +56,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What a subclass may change.
 
+    def check_saved_group(self, saved: dict[str, Any]) -> None:
+        """Raise ValueError if a saved group is of another formula."""
+
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if the saved state of a parameter is not of this kind of optimizer."""
 
@@ -92,9 +95,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ValueError: a hyper-parameter of the group is out of range.
+            ValueError: a hyper-parameter of the group is out of range, or a parameter is there
+                twice.
             TypeError: a parameter is not real floating point.
-        NotImplementedError: a parameter is a DTensor, and the formula needs norms of the whole.
+            NotImplementedError: a parameter is a DTensor, and the formula needs norms of the whole.
         """
         self.check_group({**self.defaults, **param_group})
         before = len(self.param_groups)
@@ -102,9 +106,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             check_params(self.layout.optimizer, group["params"])
+            check_duplicates(self.layout.optimizer, group["params"])
             if not self.layout.updates_shards:
                 check_shards(self.layout.optimizer, group["params"])
-        except (TypeError, NotImplementedError):
+        except (TypeError, ValueError, NotImplementedError):
             del self.param_groups[before:]
             raise
         if self.capturable and not isinstance(group["lr"], Tensor):

@@ -47,6 +47,17 @@ def check_params(optimizer: str, params: list[Tensor]) -> None:
             )
 
 
+def check_duplicates(optimizer: str, params: list[Tensor]) -> None:
+    """Raise ValueError if a parameter stands twice in a list: one launch would update it twice."""
+    first: dict[int, int] = {}
+    for index, param in enumerate(params):
+        if first.setdefault(id(param), index) != index:
+            raise ValueError(
+                f"{optimizer}: params[{index}] is params[{first[id(param)]}]; a parameter can be "
+                "in an optimizer only once."
+            )
+
+
 def check_shards(optimizer: str, params: list[Tensor]) -> None:
     """Raise NotImplementedError for the first parameter that is a DTensor."""
     for index, param in enumerate(params):

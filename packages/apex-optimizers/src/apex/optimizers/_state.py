@@ -50,6 +50,8 @@ def load_state(
                     "checkpoint is of another model."
                 )
         optimizer.check_saved(saved)
+    for group in state_dict["param_groups"]:
+        optimizer.check_saved_group(group)
     load(state_dict)
     complete_groups(optimizer.param_groups, optimizer.defaults)
     for param, saved in pairs:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._base import keep_from_tracing
-from .._checks import check_lr, check_not_negative, check_params, check_shards
+from .._checks import check_duplicates, check_lr, check_not_negative, check_params, check_shards
 from .checks import check_state_dict
 from .launches import BUFFER, GroupLaunches, Launch
 
@@ -81,7 +81,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ValueError: a hyper-parameter of the group is out of range, or it has no ``lr``.
+            ValueError: a hyper-parameter of the group is out of range, it has no ``lr``, or a
+                parameter is there twice.
             TypeError: a parameter is not real floating point.
             NotImplementedError: a parameter is a DTensor, and the formula needs norms of the whole.
         """
@@ -90,9 +91,10 @@ class MomentumOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_params(self.name, self.param_groups[-1]["params"])
+            check_duplicates(self.name, self.param_groups[-1]["params"])
             if not self.updates_shards:
                 check_shards(self.name, self.param_groups[-1]["params"])
-        except (TypeError, NotImplementedError):
+        except (TypeError, ValueError, NotImplementedError):
             del self.param_groups[before:]
             raise
 

@@ -108,6 +108,11 @@ class CompactStates(FusedOptimizer):
         self.restore_moment(param, state_name, unscaled_state)
 
     def restore_moment(self, param: Tensor, key: str, value: Tensor) -> None:
+        if key == MASTER and value.dtype == torch.int16:
+            raise ValueError(
+                "FusedAdam: a master must be given in full, as float32, not as int16 remainders. "
+                "get_unscaled_state() gives it so."
+            )
         if key == MASTER and self._keeps_remainder(param):
             rest = remainder_of(param, value.to(param.device))
             self.state[param][MASTER] = torch.empty_like(rest).copy_(rest)
@@ -141,4 +146,7 @@ class CompactStates(FusedOptimizer):
             index: exported(params[index], entry) if isinstance(index, int) else entry
             for index, entry in result["state"].items()
         }
-        return {**result, "state": state}
+        # By this torch.optim.Adam and AdamW know which of the two they are.
+        mode = {"decoupled_weight_decay": bool(self.adam_w_mode)}
+        groups = [{**group, **mode} for group in result["param_groups"]]
+        return {"state": state, "param_groups": groups}

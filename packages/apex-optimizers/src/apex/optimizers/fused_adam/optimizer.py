@@ -173,11 +173,19 @@ class FusedAdam(CompactStates):
         check_betas("FusedAdam", group["betas"])
         check_not_negative("FusedAdam", group, ("eps", "weight_decay"))
 
-    def check_saved(self, saved: dict[str, Any]) -> None:
-        if "max_exp_avg_sq" in saved:
+    def check_saved_group(self, saved: dict[str, Any]) -> None:
+        if saved.get("amsgrad"):
             raise ValueError(
                 "FusedAdam.load_state_dict: the state is of an optimizer with amsgrad=True, which "
                 "FusedAdam does not support."
+            )
+        decoupled = saved.get("decoupled_weight_decay", bool(self.adam_w_mode))
+        if decoupled != bool(self.adam_w_mode) and saved.get("weight_decay"):
+            names = ("Adam with L2 regularisation", "AdamW")
+            raise ValueError(
+                f"FusedAdam.load_state_dict: the state is of {names[decoupled]}, but this is "
+                f"FusedAdam(adam_w_mode={bool(self.adam_w_mode)}), that is "
+                f"{names[bool(self.adam_w_mode)]}, and weight_decay is {saved['weight_decay']}."
             )
 
     @torch.no_grad()

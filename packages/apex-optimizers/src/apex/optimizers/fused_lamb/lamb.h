@@ -3,15 +3,15 @@
 // You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962), after the gradients of all
 // tensors together were clipped to a norm. A step takes two passes: the first updates the moments
 // and adds up the squares of parameter and update, the second computes the update again from the
-// moments and takes it. That moves 40 bytes per float32 element and needs no memory for the update.
-// Where moments are stored in fewer bits than they are computed in, the second pass would see
-// others than the first (a second moment in float16 may round to 0); then it starts from the
-// gradient and is the one that stores them.
+// moments and takes it. Beside the norm of gradients that moves 40 bytes per float32 element and
+// needs no memory for the update. Where moments are stored in fewer bits than they are computed in,
+// the second pass would see others than the first (a second moment in float16 may round to 0); then
+// it starts from the gradient and is the one that stores them.
 #pragma once
 
 #include <cmath>
 
-#include "apex/core/types.h"
+#include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
@@ -145,20 +145,6 @@ struct LambUpdate {
   }
 };
 
-// The rounded parameter also goes to the model's copy in another dtype.
-template <class Update>
-struct LambWithCopy {
-  using value_type = typename Update::value_type;
-
-  Update update;
-
-  template <class... Columns>
-  APEX_HD void operator()(value_type& copy, value_type& p, Columns&... columns) const {
-    update(p, columns...);
-    copy = p;
-  }
-};
-
 template <class T, class Direction, bool kCopy>
 struct LambTensors {
   double lr;
@@ -171,7 +157,7 @@ struct LambTensors {
     LambUpdate<T, Direction> update{static_cast<T>(trusted_rate(lr, adapts, own[0], own[1])),
                                     direction};
     if constexpr (kCopy) {
-      return LambWithCopy<LambUpdate<T, Direction>>{update};
+      return WithCopy<LambUpdate<T, Direction>>{update};
     } else {
       return update;
     }

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "apex/core/types.h"
+#include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
@@ -31,20 +31,6 @@ struct LarsStep {
   }
 };
 
-// The rounded parameter also goes to the model's copy in another dtype.
-template <class T>
-struct LarsStepWithCopy {
-  using value_type = T;
-
-  LarsStep<T> step;
-
-  template <class... Columns>
-  APEX_HD void operator()(T& copy, T& p, Columns&... columns) const {
-    step(p, columns...);
-    copy = p;
-  }
-};
-
 // The step of every tensor of the lists.
 template <class T, bool kCopies>
 struct LarsSteps {
@@ -66,7 +52,7 @@ struct LarsSteps {
     T own_lr = lr * ratio(tensor);
     LarsStep<T> step{own_lr * gradient_scale, own_lr * weight_decay, momentum, nesterov, first_run};
     if constexpr (kCopies) {
-      return LarsStepWithCopy<T>{step};
+      return WithCopy<LarsStep<T>>{step};
     } else {
       return step;
     }

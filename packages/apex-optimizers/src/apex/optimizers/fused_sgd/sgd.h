@@ -4,7 +4,7 @@
 // form of torch.optim.SGD: velocity in gradient units, multiplied by the learning rate of the step.
 #pragma once
 
-#include "apex/core/types.h"
+#include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
@@ -32,20 +32,6 @@ struct SgdStep {
     T update = nesterov ? gradient + momentum * buffer : buffer;
     if (decay_after_momentum) update += weight_decay * p;
     p -= lr * update;
-  }
-};
-
-// The rounded parameter also goes to the model's copy in another dtype.
-template <class Step>
-struct WithCopy {
-  using value_type = typename Step::value_type;
-
-  Step step;
-
-  template <class... Columns>
-  APEX_HD void operator()(value_type& copy, value_type& p, Columns&... columns) const {
-    step(p, columns...);
-    copy = p;
   }
 };
 
