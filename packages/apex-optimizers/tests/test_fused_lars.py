@@ -47,22 +47,6 @@ def test_follows_the_formula(dtype, options, device):
             )
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_hundred_steps_follow_the_formula(dtype, device):
-    hyper = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.01}
-    value = torch.randn(257, device=device, dtype=dtype)
-    grads = [torch.randn_like(value) for _ in range(100)]
-    param = torch.nn.Parameter(value.clone())
-    run_steps(FusedLARS, [param], [[g] for g in grads], **hyper)
-    assert_as_accurate_as(
-        lambda p, *g: lars_reference(p, *g, **hyper),
-        param.detach(),
-        value,
-        *grads,
-        ulps=100,  # the parameter is rounded once in each of 100 steps
-    )
-
-
 def test_groups_have_their_own_numbers(device):
     """eps, trust and is_skipped of a group count, not those of the constructor."""
     values = [torch.randn(9, device=device) for _ in range(4)]

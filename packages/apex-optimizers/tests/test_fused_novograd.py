@@ -59,21 +59,6 @@ def test_follows_the_formula(dtype, options, device):
             )
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_hundred_steps_follow_the_formula(dtype, device):
-    value = torch.randn(257, device=device, dtype=dtype)
-    grads = make_grads([value], 100)
-    param = torch.nn.Parameter(value.clone())
-    run_steps(FusedNovoGrad, [param], grads, weight_decay=0.1)
-    assert_as_accurate_as(
-        lambda p, *g: novograd_reference(p, *g, lr=1e-3, weight_decay=0.1),
-        param.detach(),
-        value,
-        *(g[0] for g in grads),
-        ulps=100,  # the parameter is rounded once in each of 100 steps
-    )
-
-
 def test_norms_are_a_vector_per_kind_of_parameter(device):
     """In order of the group's parameters, whatever the order of dtypes."""
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
