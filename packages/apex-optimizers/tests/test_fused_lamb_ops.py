@@ -57,6 +57,31 @@ def on_device(device, **found_inf):
     }
 
 
+@pytest.mark.parametrize("halves", [False, True], ids=["wide_moments", "moments_like_params"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_pass_by_pass_is_the_whole_step(dtype, halves, device):
+    whole = lists(device, dtype, dtype if halves or dtype == torch.float64 else torch.float32)
+    parts = copy.deepcopy(whole)
+    lamb_step(*whole, *hyper())
+    squares = torch.full((3, 2), -1.0, device=device, dtype=torch.float64)
+    lamb_step(*parts, *hyper(), squares, 1)
+    assert squares[1].tolist() == [0.0, 0.0]  # the tensor without elements
+    lamb_step(*parts, *hyper(), squares, 2)
+    for expected, actual in zip(whole, parts, strict=True):
+        assert all(map(torch.equal, expected, actual))
+
+
+def test_passes_that_do_not_exist(device):
+    own = lists(device)
+    squares = torch.zeros(3, 2, device=device, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="only_pass 1 needs squares"):
+        lamb_step(*own, *hyper(), None, 1)
+    with pytest.raises(RuntimeError, match="only_pass must be 1 or 2, got 0"):
+        lamb_step(*own, *hyper(), squares, 0)
+    with pytest.raises(RuntimeError, match="squares must be contiguous, two numbers per tensor"):
+        lamb_step(*own, *hyper(), squares[:2], 1)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_ops_pass_opcheck(dtype, device):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -68,6 +93,8 @@ def test_ops_pass_opcheck(dtype, device):
         masters, _, *moments, _ = lists(device)
         copies, grads = lists(device, dtype)[:2]
         samples.append((masters, grads, *moments, copies, *hyper()))
+    squares = torch.ones(3, 2, device=device, dtype=torch.float64)
+    samples += [(*lists(device, dtype), *hyper(), squares, only) for only in (1, 2)]
     opcheck_samples(lamb_step, samples)
     params, grads, m, v, _ = lists(device, dtype)
     norm = torch.ones(1, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._buckets import MASTER, Bucket, BucketCache, StateLayout, state_dtype
-from ._checks import check_duplicates, check_params, check_shards
+from ._checks import check_duplicates, check_params
 from ._state import complete_groups, load_state, separate_steps
 
 
@@ -98,7 +98,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: a hyper-parameter of the group is out of range, or a parameter is there
                 twice.
             TypeError: a parameter is not real floating point.
-            NotImplementedError: a parameter is a DTensor, and the formula needs norms of the whole.
         """
         self.check_group({**self.defaults, **param_group})
         before = len(self.param_groups)
@@ -107,9 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             check_params(self.layout.optimizer, group["params"])
             check_duplicates(self.layout.optimizer, group["params"])
-            if not self.layout.updates_shards:
-                check_shards(self.layout.optimizer, group["params"])
-        except (TypeError, ValueError, NotImplementedError):
+        except (TypeError, ValueError):
             del self.param_groups[before:]
             raise
         if self.capturable and not isinstance(group["lr"], Tensor):

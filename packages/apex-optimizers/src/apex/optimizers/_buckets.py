@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._gradients import check_dense, check_gradients, match_layouts
-from ._sharding import is_sharded, local_tensors
+from ._sharding import is_sharded, local_tensors, placement_of
 
 MASTER = "master_param"
 
@@ -27,7 +27,6 @@ class StateLayout:
     counts_group_steps: bool = True  # whether the group holds "step"
     grad_name: str = "grad"  # the parameters' attribute that holds the gradient
     any_grad_dtype: bool = False  # whether gradients may differ in dtype from their parameter
-    updates_shards: bool = False  # whether a shard can be updated without knowing the others
 
 
 def state_dtype(param: Tensor) -> torch.dtype | None:
@@ -56,7 +55,7 @@ class Bucket:
         self.params = params
         self.states = states
         self.grads: list[Tensor] = []
-        self._is_sharded = is_sharded(params[0])
+        self.is_sharded = is_sharded(params[0])
 
     @property
     def step_tensor(self) -> Tensor:
@@ -109,7 +108,7 @@ class Bucket:
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors, or of DTensors the shards of this process."""
-        return local_tensors(tensors) if self._is_sharded else tensors
+        return local_tensors(tensors) if self.is_sharded else tensors
 
 
 class BucketCache:
@@ -204,7 +203,7 @@ class _GroupBuckets:
             param = self._params[index]
             count = optimizer.init_state(self._group, param)
             has_master = MASTER in optimizer.state[param]
-            key = (param.device, param.dtype, is_sharded(param), has_master, count)
+            key = (param.device, param.dtype, placement_of(param), has_master, count)
             chosen.setdefault(key, []).append(index)
         for (device, *_, count), indices in chosen.items():
             params = [self._params[i] for i in indices]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ._buckets import state_dtype
 from ._gradients import describe
-from ._sharding import is_sharded
 
 
 def check_lr(optimizer: str, lr: Any) -> None:
@@ -55,15 +54,4 @@ def check_duplicates(optimizer: str, params: list[Tensor]) -> None:
             raise ValueError(
                 f"{optimizer}: params[{index}] is params[{first[id(param)]}]; a parameter can be "
                 "in an optimizer only once."
-            )
-
-
-def check_shards(optimizer: str, params: list[Tensor]) -> None:
-    """Raise NotImplementedError for the first parameter that is a DTensor."""
-    for index, param in enumerate(params):
-        if is_sharded(param):
-            raise NotImplementedError(
-                f"{optimizer}: params[{index}] is a DTensor, placed {tuple(param.placements)}. Its "
-                "update needs norms of whole tensors, of which a process has only a shard. Use "
-                "FusedAdam, FusedAdagrad or FusedSGD for sharded parameters."
             )

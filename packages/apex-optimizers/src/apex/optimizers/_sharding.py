@@ -40,6 +40,48 @@ def on_shards(function: Callable[..., Tensor], first: Tensor, *others: Any) -> T
     )
 
 
+def placement_of(tensor: Tensor) -> tuple[Any, ...] | None:
+    """What tells apart how DTensors are sharded; None for other tensors."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
+
+
+def reduce_over_shards(numbers: Tensor, like: Tensor, maximum: bool = False) -> Tensor:
+    """Add up, or take the maximum of, what every process found in its shards; changes ``numbers``.
+
+    Args:
+        numbers: one per tensor, the same tensors on all processes.
+        like: one of the tensors; a plain tensor has no other shards.
+    """
+    if is_sharded(like):
+        import torch.distributed as dist
+
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        for dimension, placement in enumerate(like.placements):
+            if placement.is_shard():
+                dist.all_reduce(numbers, op, group=like.device_mesh.get_group(dimension))
+    return numbers
+
+
+def whole_number(number: Tensor | None) -> Tensor | None:
+    """A number as a plain tensor, also where torch found it in DTensors and made it one."""
+    return number.full_tensor() if number is not None and is_sharded(number) else number
+
+
+def norms_of(tensors: list[Tensor], whole: Tensor | None) -> Tensor:
+    """Euclidean norm of each tensor [n]; of shards, that of the whole tensors.
+
+    Args:
+        whole: one of the DTensors that ``tensors`` are shards of; None if they are whole.
+    """
+    from apex.multi_tensor_apply import multi_tensor_l2norm
+
+    _, norms = multi_tensor_l2norm(tensors, None, True)
+    if whole is None:
+        return norms
+    squares = reduce_over_shards(norms.double().square_(), whole)
+    return squares.sqrt_().to(norms.dtype)
+
+
 def differ_in_placement(param: Tensor, grad: Tensor) -> bool:
     """Whether a gradient's shards are not those of its parameter."""
     if not is_sharded(param) and not is_sharded(grad):

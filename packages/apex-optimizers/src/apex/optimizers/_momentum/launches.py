@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._gradients import check_dense, check_gradients, match_layouts
-from .._sharding import is_sharded, local_tensors
+from .._sharding import is_sharded, local_tensors, placement_of
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
 
@@ -33,6 +33,7 @@ class Launch:
     buffers: list[Tensor]
     is_first_run: bool
     is_new: bool  # of a division made in this step
+    whole: Tensor | None = None  # the first parameter, where the lists are shards of DTensors
 
     def check(self) -> None:
         """Raise if a parameter or gradient cannot be used, before anything is changed."""
@@ -44,7 +45,8 @@ class Launch:
         if not is_sharded(self.params[0]):
             return self
         lists = ("params", "copies", "grads", "buffers")
-        return dataclasses.replace(self, **{n: local_tensors(getattr(self, n)) for n in lists})
+        local = {name: local_tensors(getattr(self, name)) for name in lists}
+        return dataclasses.replace(self, whole=self.params[0], **local)
 
     def match_gradients(self) -> bool:
         """Copy gradients whose memory is laid out differently; return whether there were any."""
@@ -127,7 +129,7 @@ class GroupLaunches:
                 continue
             copy_dtype = None if copy is None else copy.dtype
             is_first_run = has_momentum and without_buffer[i]
-            kind = (devices[i], dtypes[i], is_sharded(source), source.dtype, copy_dtype)
+            kind = (devices[i], dtypes[i], placement_of(source), source.dtype, copy_dtype)
             key = (*kind, is_first_run)
             chosen.setdefault(key, []).append(i)
         self._divisions = [(indices, key[-1]) for key, indices in chosen.items()]

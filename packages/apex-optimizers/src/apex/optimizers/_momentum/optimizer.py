@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._base import keep_from_tracing
-from .._checks import check_duplicates, check_lr, check_not_negative, check_params, check_shards
+from .._checks import check_duplicates, check_lr, check_not_negative, check_params
 from .checks import check_state_dict
 from .launches import BUFFER, GroupLaunches, Launch
 
@@ -28,7 +28,6 @@ class MomentumOptimizer(torch.optim.Optimizer):
     """Divides parameters into launches and keeps their buffers; a subclass runs one launch."""
 
     name: ClassVar[str]  # for messages
-    updates_shards: ClassVar[bool] = True  # whether a shard can be updated without the others
 
     def __init__(
         self,
@@ -84,7 +83,6 @@ class MomentumOptimizer(torch.optim.Optimizer):
             ValueError: a hyper-parameter of the group is out of range, it has no ``lr``, or a
                 parameter is there twice.
             TypeError: a parameter is not real floating point.
-            NotImplementedError: a parameter is a DTensor, and the formula needs norms of the whole.
         """
         self.check_group({**self.defaults, **param_group})
         before = len(self.param_groups)
@@ -92,9 +90,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         try:
             check_params(self.name, self.param_groups[-1]["params"])
             check_duplicates(self.name, self.param_groups[-1]["params"])
-            if not self.updates_shards:
-                check_shards(self.name, self.param_groups[-1]["params"])
-        except (TypeError, ValueError, NotImplementedError):
+        except (TypeError, ValueError):
             del self.param_groups[before:]
             raise
 

@@ -67,7 +67,7 @@ class FusedAdagrad(FusedOptimizer):
         >>> optimizer.step()
     """
 
-    layout = StateLayout("FusedAdagrad", ("sum",), counts_group_steps=False, updates_shards=True)
+    layout = StateLayout("FusedAdagrad", ("sum",), counts_group_steps=False)
     kept_attributes = ("adagrad_w_mode",)
 
     def __init__(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._buckets import MASTER, StateLayout
 from .._checks import check_betas, check_lr, check_not_negative
+from .._sharding import whole_number
 from .buckets import AdamBucket
 from .checks import check_legacy
 from .compact_states import CompactStates
@@ -91,9 +92,7 @@ class FusedAdam(CompactStates):
         >>> optimizer.step()
     """
 
-    layout = StateLayout(
-        "FusedAdam", ("exp_avg", "exp_avg_sq"), has_masters=True, updates_shards=True
-    )
+    layout = StateLayout("FusedAdam", ("exp_avg", "exp_avg_sq"), has_masters=True)
     kept_attributes = (
         "adam_w_mode",
         "capturable",
@@ -245,7 +244,8 @@ class FusedAdam(CompactStates):
         device = bucket.params[0].device
         # Schedulers may have put another number, or a tensor elsewhere, into the group.
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale = getattr(self, "grad_scale", None)
+        found_inf = whole_number(getattr(self, "found_inf", None))
         inv_scale = None if scale is None else scale.to(device, torch.double).reciprocal().float()
         found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
         bucket.check()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +12,24 @@ from torch import Tensor
 from apex.multi_tensor_apply import multi_tensor_l2norm
 
 from .._buckets import Bucket
+from .._sharding import is_sharded, local_tensors, placement_of, reduce_over_shards
 
 
 class LambBucket(Bucket):
     """A bucket that knows the norm of the gradients of all parameters of the optimizer."""
 
     grad_norm: Tensor | None = None  # [1], on the bucket's device; None where nothing is clipped
+
+    def run(self, op: Callable[..., None], *hyper: Any) -> None:
+        """Call ``lamb_step``; for shards pass by pass, with the squares of all shards between."""
+        if not self.is_sharded:
+            super().run(op, *hyper)
+            return
+        device = self.params[0].device
+        squares = torch.zeros(len(self.params), 2, dtype=torch.float64, device=device)
+        super().run(op, *hyper, squares, 1)
+        reduce_over_shards(squares, self.params[0])
+        super().run(op, *hyper, squares, 2)
 
 
 def share_grad_norm(buckets: list[Bucket], inv_scale: Tensor | None = None) -> None:
@@ -50,12 +64,22 @@ def _norm_of_buckets(buckets: list[Bucket]) -> Tensor:
         return _norm_of_all(dense)
 
 
+def _norm_of_list(grads: list[Tensor]) -> Tensor:
+    """Norm [1] of gradients of one device, dtype and placement; of shards, that of the whole."""
+    norm, _ = multi_tensor_l2norm(local_tensors(grads))
+    if not is_sharded(grads[0]):
+        return norm
+    square = reduce_over_shards(norm.double().square_(), grads[0])
+    return square.sqrt_().to(norm.dtype)
+
+
 def _norm_of_all(grads: list[Tensor]) -> Tensor:
     """Norm of gradients of any devices and dtypes, without waiting for a device."""
     lists: dict[tuple, list[Tensor]] = {}
     for grad in grads:
-        lists.setdefault((grad.device, grad.dtype), []).append(grad)
-    norms = [multi_tensor_l2norm(own)[0] for own in lists.values()]
+        key = (grad.device, grad.dtype, placement_of(grad))
+        lists.setdefault(key, []).append(grad)
+    norms = [_norm_of_list(own) for own in lists.values()]
     if len(norms) == 1:
         return norms[0]
     device = norms[0].device

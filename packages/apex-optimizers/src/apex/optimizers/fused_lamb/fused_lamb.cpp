@@ -100,22 +100,38 @@ void dispatch_copies(const char* op, ScalarType param, ScalarType grad, ScalarTy
   fail(op, ": copies must be float16 or bfloat16, got ", dtype_name(copy), ".");
 }
 
-// Both passes; C is the dtype of the copies, void without.
+// The first pass leaves the squares of norms, which the second needs; [tensors, 2].
+struct Passes {
+  bool first, second;
+  double* squares;
+};
+
+// C is the dtype of the copies, void without.
 template <class P, class G, class M, class C>
-void run_lamb(const Context& context, const TensorTable& table, const LambHyper& hyper) {
+void run_lamb(const Context& context, const TensorTable& table, const LambHyper& hyper,
+              const Passes& passes) {
   using T = compute_t<P>;
   constexpr bool kCopy = !std::is_void_v<C>;
   if (table.tensors() == 0) return;
-  auto* squares = static_cast<double*>(context.workspace(table.tensors() * 2 * sizeof(double)));
+  double* squares = passes.squares;
+  if (squares == nullptr) {
+    squares = static_cast<double*>(context.workspace(table.tensors() * 2 * sizeof(double)));
+  }
   TensorTable all = columns_of(table, {0, 1, 2, 3});
   LambFirstPass<T> first{hyper};
   if constexpr (!std::is_same_v<M, T>) {
     static_assert(!kCopy);
-    foreach_fold<2, In<P>, In<G>, In<M>, In<M>>(context, all, first, squares);
+    if (passes.first) {
+      foreach_fold<2, In<P>, In<G>, In<M>, In<M>>(context, all, first, squares);
+    }
+    if (!passes.second) return;
     LambSecondPass<T, true, false> second{hyper, squares};
     foreach<InOut<P>, In<G>, InOut<M>, InOut<M>>(context, all, second);
   } else {
-    foreach_fold<2, In<P>, In<G>, InOut<M>, InOut<M>>(context, all, first, squares);
+    if (passes.first) {
+      foreach_fold<2, In<P>, In<G>, InOut<M>, InOut<M>>(context, all, first, squares);
+    }
+    if (!passes.second) return;
     LambSecondPass<T, false, kCopy> second{hyper, squares};
     if constexpr (kCopy) {
       foreach<Out<C>, InOut<P>, In<M>, In<M>>(context, columns_of(table, {4, 0, 2, 3}), second);
@@ -125,6 +141,24 @@ void run_lamb(const Context& context, const TensorTable& table, const LambHyper&
   }
 }
 
+// Both passes without `squares`; with them the one that was asked for.
+Passes chosen_passes(const char* op, const OptionalTensor& squares, int64_t only_pass,
+                     const TensorList& params) {
+  if (!squares) {
+    check(only_pass == 0, op, ": only_pass ", only_pass, " needs squares.");
+    return {true, true, nullptr};
+  }
+  check(only_pass == 1 || only_pass == 2, op, ": with squares only_pass must be 1 or 2, got ",
+        only_pass, ".");
+  const Tensor& like = params[0];
+  check(squares->numel() == 2 * static_cast<int64_t>(params.size()) && squares->is_contiguous() &&
+            squares->is_cpu() == like.is_cpu() &&
+            squares->get_device_index() == like.get_device_index(),
+        op, ": squares must be contiguous, two numbers per tensor (", 2 * params.size(),
+        "), on the device of the tensors (", describe(like), "), got ", describe(*squares), ".");
+  return {only_pass == 1, only_pass == 2, data<double>(*squares, "squares")};
+}
+
 void lamb_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                const TensorList& exp_avg_sqs, const TensorList& copies, double lr,
                const OptionalTensor& device_lr, double beta1, double beta2, double eps,
@@ -132,13 +166,15 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
                bool bias_correction, bool grad_averaging, bool decoupled, bool use_nvlamb,
                bool maximize, const OptionalTensor& global_grad_norm, double max_grad_norm,
                const OptionalTensor& device_max_grad_norm, const OptionalTensor& inv_scale,
-               const OptionalTensor& found_inf) {
+               const OptionalTensor& found_inf, const OptionalTensor& squares, int64_t only_pass) {
   if (params.empty()) return;
   const char* op = "lamb_step";
+  Passes passes = chosen_passes(op, squares, only_pass, params);
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
       v{"exp_avg_sqs", exp_avg_sqs}, c{"copies", copies};
-  TensorTable table =
-      copies.empty() ? make_table(op, {p, g, m, v}) : make_table(op, {p, g, m, v, c});
+  // Tensors without elements keep their rows: squares belong to indices of the lists.
+  TensorTable table = copies.empty() ? make_table(op, {p, g, m, v}, Empty::kKeep)
+                                     : make_table(op, {p, g, m, v, c}, Empty::kKeep);
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
   LambHyper hyper{beta1,          beta2,     eps,        weight_decay, bias_correction,
@@ -153,12 +189,14 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
   Context context(like);
   if (copies.empty()) {
     check_grads(op, dtype, grad);
-    dispatch_moments(op, dtype, moment,
-                     [&]<class P, class M>() { run_lamb<P, P, M, void>(context, table, hyper); });
+    dispatch_moments(op, dtype, moment, [&]<class P, class M>() {
+      run_lamb<P, P, M, void>(context, table, hyper, passes);
+    });
     return;
   }
-  dispatch_copies(op, dtype, grad, moment, copies[0].scalar_type(),
-                  [&]<class G, class C>() { run_lamb<float, G, float, C>(context, table, hyper); });
+  dispatch_copies(op, dtype, grad, moment, copies[0].scalar_type(), [&]<class G, class C>() {
+    run_lamb<float, G, float, C>(context, table, hyper, passes);
+  });
 }
 
 // Memory of a tensor with one number of type S per tensor of a list.

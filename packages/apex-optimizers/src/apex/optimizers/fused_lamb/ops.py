@@ -13,7 +13,7 @@ from .._ops import library
     "float beta2, float eps, float weight_decay, int step, Tensor? device_step, "
     "bool bias_correction, bool grad_averaging, bool decoupled, bool use_nvlamb, bool maximize, "
     "Tensor? global_grad_norm, float max_grad_norm, Tensor? device_max_grad_norm, "
-    "Tensor? inv_scale, Tensor? found_inf) -> ()"
+    "Tensor? inv_scale, Tensor? found_inf, Tensor(f!)? squares=None, int only_pass=0) -> ()"
 )
 def lamb_step(
     params: list[Tensor],
@@ -39,6 +39,8 @@ def lamb_step(
     device_max_grad_norm: Tensor | None,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
+    squares: Tensor | None = None,
+    only_pass: int = 0,
 ) -> None:
     """One LAMB step over lists of tensors, in place.
 
@@ -60,11 +62,9 @@ def lamb_step(
         exp_avgs, exp_avg_sqs: float32, or of the parameters' dtype.
         copies: empty, or float16 or bfloat16: then ``params`` and moments are float32, and the new
             values of ``params`` are also written here, rounded.
-        lr: learning rate, parameter units per step.
         step: 1 for the first step.
         decoupled: the decay is part of the update; else it is added to the gradient.
         use_nvlamb: use the ratio of norms also without decay.
-        maximize: ascend.
         global_grad_norm: float32 or float64, one element: the norm of the gradients of all tensors
             of the model, in the unit of ``max_grad_norm``. None: no clipping.
         max_grad_norm: what gradients are clipped to; 0 for no clipping.
@@ -73,6 +73,8 @@ def lamb_step(
         device_step: int32, one element; used instead of ``step``.
         inv_scale: float32, one element: gradients are multiplied by it. None is 1.
         found_inf: float32, one element; where it is not 0 nothing is changed. None is 0.
+        squares: float64 [len(params), 2], of shards: squares of norms of params and updates,
+            written if ``only_pass`` is 1, read if it is 2; the caller adds up those of all shards.
 
     Raises:
         RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.

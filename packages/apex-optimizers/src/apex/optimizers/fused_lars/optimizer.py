@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex.multi_tensor_apply import multi_tensor_l2norm
-
 from .._buckets import state_dtype
 from .._checks import check_not_negative
 from .._momentum import Launch, MomentumOptimizer
+from .._sharding import norms_of
 from .ops import lars_step
 
 
@@ -81,7 +80,6 @@ class FusedLARS(MomentumOptimizer):
     """
 
     name = "FusedLARS"
-    updates_shards = False
 
     def __init__(
         self,
@@ -132,8 +130,8 @@ class FusedLARS(MomentumOptimizer):
         group = launch.group
         grad_norms = param_norms = None
         if not group["is_skipped"]:
-            _, grad_norms = multi_tensor_l2norm(launch.grads, None, True)
-            _, param_norms = multi_tensor_l2norm(launch.params, None, True)
+            grad_norms = norms_of(launch.grads, launch.whole)
+            param_norms = norms_of(launch.params, launch.whole)
         lars_step(
             launch.params,
             launch.grads,

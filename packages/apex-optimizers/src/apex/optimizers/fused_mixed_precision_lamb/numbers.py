@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import whole_number
 from ..fused_lamb.buckets import LambBucket
 
 
@@ -22,7 +23,7 @@ class Scaling:
     def of(cls, optimizer: torch.optim.Optimizer) -> Scaling:
         """From the attributes that ``torch.amp.GradScaler.step`` sets."""
         scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
+        found_inf = whole_number(getattr(optimizer, "found_inf", None))
         return cls(
             # Rounded once: a division in float32 is not exact on every device.
             None if scale is None else scale.double().reciprocal().float(),

@@ -42,12 +42,12 @@ void blend(const Context& context, N* norms, double* grad_norms, int64_t tensors
   foreach<InOut<N>, In<double>>(context, table, functor);
 }
 
-void check_norms(const Tensor& norms, const TensorList& params) {
+void check_norms(const char* name, const Tensor& norms, const TensorList& params) {
   const Tensor& like = params[0];
   bool is_near =
       norms.is_cpu() == like.is_cpu() && norms.get_device_index() == like.get_device_index();
   check(norms.numel() == static_cast<int64_t>(params.size()) && norms.is_contiguous() && is_near,
-        kOp, ": norms must hold ", params.size(),
+        kOp, ": ", name, " must hold ", params.size(),
         " contiguous numbers on the device of params, one per tensor; got ", describe(norms), ".");
 }
 
@@ -76,13 +76,15 @@ void dispatch_novograd(ScalarType param, ScalarType moment, ScalarType norm, Bod
 void novograd_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                    const Tensor& norms, double lr, double beta1, double beta2, double eps,
                    double weight_decay, int64_t step, bool bias_correction, bool grad_averaging,
-                   bool reg_inside_moment, bool is_max_norm, bool first_run, bool maximize) {
+                   bool reg_inside_moment, bool is_max_norm, bool first_run, bool maximize,
+                   const std::optional<Tensor>& given_norms) {
   if (params.empty()) return;
   // Tensors without elements keep their rows: norms belong to indices of the lists.
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs};
   TensorTable table = make_table(kOp, {p, g, m}, Empty::kKeep);
   TensorTable grad_table = make_table(kOp, {g}, Empty::kKeep);
-  check_norms(norms, params);
+  check_norms("norms", norms, params);
+  if (given_norms) check_norms("grad_norms", *given_norms, params);
   ScalarType dtype = params[0].scalar_type();
   check(grads[0].scalar_type() == dtype, kOp, ": params are ", dtype_name(dtype),
         ", but grads are ", dtype_name(grads[0].scalar_type()),
@@ -100,8 +102,9 @@ void novograd_step(const TensorList& params, const TensorList& grads, const Tens
   dispatch_novograd(
       dtype, exp_avgs[0].scalar_type(), norms.scalar_type(), [&]<class P, class M, class N>() {
         N* running = data<N>(norms, "norms");
-        blend(context, running, grad_norms<P>(context, grad_table, is_max_norm), table.tensors(),
-              BlendNorms{beta2, is_max_norm, first_run});
+        double* own = given_norms ? data<double>(*given_norms, "grad_norms")
+                                  : grad_norms<P>(context, grad_table, is_max_norm);
+        blend(context, running, own, table.tensors(), BlendNorms{beta2, is_max_norm, first_run});
         dispatch_bool(reg_inside_moment, [&]<bool kInside>() {
           foreach<InOut<P>, In<P>, InOut<M>>(
               context, table, make_novograd_steps<compute_t<P>, kInside>(hyper, running));

@@ -11,7 +11,7 @@ from .._ops import library
     "novograd_step(Tensor(a!)[] params, Tensor[] grads, Tensor(c!)[] exp_avgs, Tensor(d!) norms, "
     "float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
     "bool bias_correction, bool grad_averaging, bool reg_inside_moment, bool is_max_norm, "
-    "bool first_run, bool maximize) -> ()"
+    "bool first_run, bool maximize, Tensor? grad_norms=None) -> ()"
 )
 def novograd_step(
     params: list[Tensor],
@@ -30,6 +30,7 @@ def novograd_step(
     is_max_norm: bool,
     first_run: bool,
     maximize: bool,
+    grad_norms: Tensor | None = None,
 ) -> None:
     """One NovoGrad step over lists of tensors, in place and without waiting for the device.
 
@@ -57,6 +58,8 @@ def novograd_step(
         bias_correction: without it both divisors with ``step`` are 1.
         is_max_norm: ``n`` is the largest absolute value, not the Euclidean norm.
         first_run: the content of ``norms`` is not used.
+        grad_norms: float64 [len(params)]: the gradients' norms, where ``grads`` are shards of them.
+            None: they are taken here.
 
     Raises:
         RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._base import FusedOptimizer
 from .._buckets import StateLayout
 from .._checks import check_betas, check_lr, check_not_negative
+from .._sharding import norms_of, reduce_over_shards
 from .._state import matching_params
 from .norms import NORMS, GroupNorms, NovoGradBucket, conform
 from .ops import novograd_step
@@ -187,7 +189,17 @@ class FusedNovoGrad(FusedOptimizer):
             group["norm_type"] == 0,
             step == 1 and not group["init_zero"],
             bool(group["maximize"]),
+            _norms_of_shards(bucket) if bucket.is_sharded else None,
         )
         if slots is not None:
             vector.index_copy_(0, slots, norms.to(vector.device))
         bucket.set_step(step)
+
+
+def _norms_of_shards(bucket: NovoGradBucket) -> Tensor:
+    """The norms of the whole gradients, of which this process has shards; float64 [n]."""
+    grads, whole = bucket.local(bucket.grads), bucket.params[0]
+    if bucket.group["norm_type"] == 2:
+        return norms_of(grads, whole).double()
+    peaks = [grad.abs().amax() if grad.numel() else grad.new_zeros(()) for grad in grads]
+    return reduce_over_shards(torch.stack(peaks).double(), whole, maximum=True)
