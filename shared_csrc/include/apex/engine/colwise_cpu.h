@@ -68,6 +68,7 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
         if constexpr (kRows) program.row(row);
         if constexpr (!kRows || !kColumnsInRow<Program>) program.column_sums(row);
         if ((index - begin + 1) % kRowsPerMerge != 0 && index + 1 != end) continue;
+        row.order_sums(N);
         merge_buffers(program, totals_of(part), block.get(), columns, 0, columns);
         std::fill_n(block.get(), N * columns, T(0));
       }

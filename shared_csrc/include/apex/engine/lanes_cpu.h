@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "apex/engine/pairs_cpu.h"
 #include "apex/engine/stream_cpu.h"
 #include "apex/engine/views.h"
 
@@ -58,6 +59,35 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
     }
   }
 
+  // body(slot, T& value0, ...) for all lanes of a whole pack. The slot is the lane, or with
+  // kPaired as pairs_cpu.h says.
+  template <class Body>
+  APEX_HD void each(const Body& body) {
+    if constexpr (kPaired) {
+      // Copies: stores of words could change what `this` points to, for all the compiler knows.
+      const BFloat16* sources[] = {source<I, Views>()...};
+      BFloat16* targets[] = {target<I, Views>()...};
+      APEX_VECTORIZE
+      for (int word = 0; word < kPack / 2; ++word) {
+        T even[] = {read_half<Views, false>(sources[I], word)...};
+        T odd[] = {read_half<Views, true>(sources[I], word)...};
+        body(word, even[I]...);
+        body(word + kPack / 2, odd[I]...);
+        (write_word<Views>(targets[I], word, even[I], odd[I]), ...);
+      }
+    } else {
+      APEX_VECTORIZE
+      for (int lane = 0; lane < kPack; ++lane) {
+        call([&](auto&... values) { body(lane, values...); }, lane);
+      }
+    }
+  }
+
+  // Whether lanes are taken in pairs; see pairs_cpu.h.
+  static constexpr bool kPaired =
+      std::is_same_v<T, float> &&
+      ((std::is_same_v<typename Views::storage, BFloat16> && !is_ahead_v<Views>) && ...);
+
   // The same with running sums as the functor's first argument.
   template <class F, class Sums>
   APEX_HD void call_into(const F& functor, Sums& sums, int lane) {
@@ -88,14 +118,33 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
     if constexpr (kBuffered<View, T>) {
       buffers_[K][lane] = value;
     } else {
-      static_cast<typename View::storage*>(targets_[K])[lane] =
-          convert<typename View::storage>(value);
+      target<K, View>()[lane] = convert<typename View::storage>(value);
     }
   }
 
   template <size_t K, class View>
+  APEX_HD typename View::storage* target() const {
+    if constexpr (!View::kWritten) return nullptr;
+    return static_cast<typename View::storage*>(targets_[K]);
+  }
+
+  template <class View, bool kOdd>
+  APEX_HD static T read_half(const BFloat16* source, int word) {
+    if constexpr (!View::kRead) return T(0);
+    return half_of_word<kOdd>(source, word);
+  }
+
+  template <class View>
+  APEX_HD static void write_word(BFloat16* target, int word, T even, T odd) {
+    if constexpr (View::kWritten) store_word(target, word, even, odd);
+  }
+
+  template <size_t K, class View>
   APEX_HD void prefetch() {
-    if (next_row_[K] == 0 || streamed_[K]) return;
+    if constexpr (is_shared_v<View>) return;
+    if constexpr (View::kWritten) {
+      if (streamed_[K]) return;
+    }
     const char* next = reinterpret_cast<const char*>(source<K, View>() + next_row_[K]);
     constexpr int kBytes = kPack * sizeof(typename View::storage);
 #pragma GCC unroll 8
@@ -113,7 +162,7 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   template <size_t K, class View, class... Count>
   APEX_HD void drain(Count... count) {
     if constexpr (View::kWritten && kBuffered<View, T>) {
-      auto* target = static_cast<typename View::storage*>(targets_[K]);
+      auto* target = this->target<K, View>();
       if constexpr (sizeof...(Count) == 0) store_pack(target, buffers_[K]);
       if constexpr (sizeof...(Count) == 1) store_some(target, buffers_[K], count...);
     }
@@ -132,8 +181,9 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   // Where a pack is written: in place, or where stream_bytes() then takes it from.
   template <size_t K, class View>
   APEX_HD void aim() {
-    targets_[K] =
-        streamed_[K] ? static_cast<void*>(outgoing_[View::kWritten ? K : 0]) : source<K, View>();
+    if constexpr (View::kWritten) {
+      targets_[K] = streamed_[K] ? static_cast<void*>(outgoing_[K]) : source<K, View>();
+    }
   }
 
   static constexpr bool kAnyBuffered = (kBuffered<Views, T> || ...);

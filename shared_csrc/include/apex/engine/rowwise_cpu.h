@@ -45,8 +45,8 @@ class Row {
   }
   // A vector [columns] that all rows share.
   template <class S>
-  ReadView<S> shared(const S* vector) const {
-    return {vector};
+  SharedView<S> shared(const S* vector) const {
+    return {{vector}};
   }
 
   // A view of 16-bit elements that a long functor reads or writes.
@@ -84,8 +84,9 @@ class Row {
 
   // sums<N>(), and in the same pass accumulate<M>() with `columns`, where column sums are wanted.
   template <int N, int M, class F, class C, class... Views>
-  Array<T, N> sums_and_columns(const F& functor, const C& columns, const Views&... views) const {
+  Array<T, N> sums_and_columns(const F& functor, const C& columns, const Views&... views) {
     if (sums_ == nullptr) return sums<N>(functor, views...);
+    paired_ = Lanes<T, Views...>::kPaired;
     return pass<M>(std::make_index_sequence<N>{}, functor, columns, views...);
   }
 
@@ -111,10 +112,9 @@ class Row {
     int64_t column = 0;
     for (; column + kPack <= columns_; column += kPack) {
       pack.at(column);
-      APEX_VECTORIZE
-      for (int lane = 0; lane < kPack; ++lane) {
-        lanes[lane] = max_propagating_nan(pack.call(functor, lane), lanes[lane]);
-      }
+      pack.each([&](int slot, auto&... values) {
+        lanes[slot] = max_propagating_nan(functor(values...), lanes[slot]);
+      });
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
       pack.at(column, count);
@@ -134,8 +134,7 @@ class Row {
     int64_t column = 0;
     for (; column + kPack <= columns_; column += kPack) {
       pack.at(column);
-      APEX_VECTORIZE
-      for (int lane = 0; lane < kPack; ++lane) pack.call(functor, lane);
+      pack.each([&](int, auto&... values) { functor(values...); });
       pack.done();
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
@@ -170,38 +169,50 @@ class Row {
 
   // functor(Array<T, N>& sums, values...) for every column, with that column's running sums.
   template <int N, class F, class... Views>
-  void accumulate(const F& functor, const Views&... views) const {
+  void accumulate(const F& functor, const Views&... views) {
     Lanes<T, Views...> pack(views...);
+    paired_ = pack.kPaired;
     int64_t column = 0;
     for (; column + kPack <= columns_; column += kPack) {
       pack.at(column);
-      accumulate_lanes<N>(functor, pack, column, kPack);
+      T* sums = sums_ + column;
+      pack.each([&](int slot, auto&... values) { add_to<N>(sums + slot, functor, values...); });
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
       pack.at(column, count);
-      accumulate_lanes<N>(functor, pack, column, count);
+      T* sums = sums_ + column;
+      for (int lane = 0; lane < count; ++lane) {
+        pack.call([&](auto&... values) { add_to<N>(sums + lane, functor, values...); }, lane);
+      }
+    }
+  }
+
+  // Puts the running sums of `count` numbers per column, which lie by slot, in order of columns.
+  void order_sums(int count) {
+    if (!paired_) return;
+    for (int n = 0; n < count; ++n) {
+      for (int64_t column = 0; column + kPack <= columns_; column += kPack) {
+        order_pairs(sums_ + n * columns_ + column);
+      }
     }
   }
 
  private:
-  // functor(values...) of a lane, and with M > 0 columns(sums, values...) of its column.
-  template <int M, class F, class C, class P>
-  APEX_HD static auto step(const F& functor, const C& columns, P& pack, T* base, int64_t stride,
-                           int lane) {
-    if constexpr (M == 0) {
-      return pack.call(functor, lane);
-    } else {
-      Array<T, M> sums;
-      for (int m = 0; m < M; ++m) sums[m] = base[m * stride + lane];
-      auto terms = pack.call(
-          [&](auto&... values) {
-            columns(sums, values...);
-            return functor(values...);
-          },
-          lane);
-      for (int m = 0; m < M; ++m) base[m * stride + lane] = sums[m];
-      return terms;
-    }
+  // functor(sums, values...) of one column, whose first sum is at `first`.
+  template <int N, class F, class... Values>
+  APEX_HD void add_to(T* first, const F& functor, Values&... values) const {
+    Array<T, N> sums;
+    for (int n = 0; n < N; ++n) sums[n] = first[n * columns_];
+    functor(sums, values...);
+    for (int n = 0; n < N; ++n) first[n * columns_] = sums[n];
+  }
+
+  // functor(values...), and with M > 0 columns(sums, values...) of the same column.
+  template <int M, class F, class C, class... Values>
+  APEX_HD auto terms_of(const F& functor, const C& columns, int64_t column,
+                        Values&... values) const {
+    if constexpr (M > 0) add_to<M>(sums_ + column, columns, values...);
+    return functor(values...);
   }
 
   template <int M, size_t... I, class F, class C, class... Views>
@@ -216,12 +227,10 @@ class Row {
       int64_t end = std::min(packed, begin + kPack * kPacksPerFlush);
       for (int64_t column = begin; column < end; column += kPack) {
         pack.at(column);
-        T* base = M == 0 ? nullptr : sums_ + column;
-        APEX_VECTORIZE
-        for (int lane = 0; lane < kPack; ++lane) {
-          Array<T, sizeof...(I)> term = step<M>(functor, columns, pack, base, columns_, lane);
-          ((terms[I][lane] = term[I]), ...);
-        }
+        pack.each([&](int slot, auto&... values) {
+          auto term = terms_of<M>(functor, columns, column + slot, values...);
+          ((terms[I][slot] = term[I]), ...);
+        });
         (lanes[I].add(terms[I]), ...);
       }
       ((totals[I] += lanes[I].take()), ...);
@@ -230,7 +239,10 @@ class Row {
       pack.at(packed, count);
       for (int lane = 0; lane < kPack; ++lane) {
         Array<T, sizeof...(I)> term{};
-        if (lane < count) term = step<M>(functor, columns, pack, sums_ + packed, columns_, lane);
+        auto body = [&](auto&... values) {
+          return terms_of<M>(functor, columns, packed + lane, values...);
+        };
+        if (lane < count) term = pack.call(body, lane);
         ((terms[I][lane] = term[I]), ...);
       }
       (lanes[I].add(terms[I]), ...);
@@ -239,20 +251,9 @@ class Row {
     return {{static_cast<T>(totals[I])...}};
   }
 
-  template <int N, class F, class P>
-  APEX_HD void accumulate_lanes(const F& functor, P& pack, int64_t column, int count) const {
-    T* base = sums_ + column;
-    APEX_VECTORIZE
-    for (int lane = 0; lane < count; ++lane) {
-      Array<T, N> sums;
-      for (int n = 0; n < N; ++n) sums[n] = base[n * columns_ + lane];
-      pack.call_into(functor, sums, lane);
-      for (int n = 0; n < N; ++n) base[n * columns_ + lane] = sums[n];
-    }
-  }
-
   int64_t index_ = 0, rows_, columns_;
-  T* sums_;  // [kSums, columns] of this thread, or null
+  T* sums_;              // [kSums, columns] of this thread, or null
+  bool paired_ = false;  // sums of whole packs lie by slot
 };
 
 template <class Context, class Program>

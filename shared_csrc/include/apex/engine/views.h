@@ -11,8 +11,12 @@ struct ReadView {
   using storage = S;
   static constexpr bool kRead = true, kWritten = false;
   const S* data;         // [columns]
-  int64_t next_row = 0;  // elements to the next row, which the CPU prefetches; 0 without one
+  int64_t next_row = 0;  // elements to the next row, which the CPU prefetches
 };
+
+// A vector that all rows share: in the cache after the first of them.
+template <class S>
+struct SharedView : ReadView<S> {};
 
 template <class S>
 struct WriteView {
@@ -28,6 +32,13 @@ struct WriteView {
 // twice the width, and run out of registers.
 template <class View>
 struct AheadView : View {};
+
+template <class View>
+inline constexpr bool is_shared_v = false;
+template <class S>
+inline constexpr bool is_shared_v<SharedView<S>> = true;
+template <class View>
+inline constexpr bool is_shared_v<AheadView<View>> = is_shared_v<View>;
 
 template <class View>
 inline constexpr bool is_ahead_v = false;
