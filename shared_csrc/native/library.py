@@ -40,7 +40,7 @@ class OpLibrary:
         self._opened: set[Path] = set()
         self._lock = threading.RLock()
 
-    def define(self, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    def define(self, schema: str, file: str | None = None) -> Callable[[Callable[..., Any]], Any]:
         """Define an operator; the decorated function is its fake kernel and its documentation.
 
         The kernels are those of the folder in which the function is written. Nothing is built or
@@ -48,6 +48,7 @@ class OpLibrary:
 
         Args:
             schema: the operator's schema in torch's grammar, without namespace.
+            file: a file in the folder of the kernels, if the function is written elsewhere.
 
         Returns:
             A decorator that gives the ``torch._ops.OpOverload``.
@@ -55,7 +56,7 @@ class OpLibrary:
         name = schema.partition("(")[0].strip()
 
         def decorate(fake: Callable[..., Any]) -> Any:
-            folder = Path(fake.__code__.co_filename).resolve().parent
+            folder = Path(file or fake.__code__.co_filename).resolve().parent
             self.schemas[name] = schema
             self._torch_library.define(schema)
             torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._torch_library)

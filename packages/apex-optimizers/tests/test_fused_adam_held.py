@@ -12,21 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.optimizers import FusedAdam
-from apex.optimizers.fused_adam import held as held_module
-from apex.optimizers.fused_adam.held import MIN_TENSORS, adam_held_count
+from apex.optimizers._held import MIN_TENSORS
+from apex.optimizers.fused_adam.buckets import ADAM_HELD
+from apex_testkit.held_lists import PlainLists, holders
 
 COUNT = MIN_TENSORS + 3
-
-
-class PlainLists:
-    """While it is entered, lists are never held."""
-
-    def __enter__(self):
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(held_module, "MIN_TENSORS", 10**9)
-
-    def __exit__(self, *_):
-        self.patch.undo()
 
 
 def make(device, dtype=torch.float32, count=COUNT, **options):
@@ -42,11 +32,6 @@ def advance(params, optimizer, steps=1, seed=2):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
         optimizer.step()
-
-
-def holders(optimizer):
-    buckets = [bucket for group in optimizer._buckets._groups for bucket in group.buckets]
-    return [bucket._held for bucket in buckets if bucket._held is not None]
 
 
 def assert_same(params, optimizer, other_params, other):
@@ -199,21 +184,21 @@ def test_copies_own_nothing_of_the_original(device):
 def test_holders_are_released(device):
     gc.collect()
     like = torch.empty(0, device=device)
-    before = adam_held_count(like)
+    before = ADAM_HELD.count(like)
     params, optimizer = make(device)
     advance(params, optimizer, 3)
-    assert adam_held_count(like) == before + 1
+    assert ADAM_HELD.count(like) == before + 1
     for _ in range(5):
         replace_states(params, optimizer)
         advance(params, optimizer, 3)
-        assert adam_held_count(like) == before + 1
+        assert ADAM_HELD.count(like) == before + 1
     for _ in range(20):
         other_params, other = make(device)
         advance(other_params, other, 2)
     watched = weakref.ref(params[0])
     del params, optimizer, other_params, other
     gc.collect()
-    assert adam_held_count(like) == before
+    assert ADAM_HELD.count(like) == before
     assert watched() is None
 
 
@@ -262,14 +247,14 @@ def test_release_amid_someones_dispatch_mode(device):
             return func(*args, **(kwargs or {}))
 
     like = torch.empty(0, device=device)
-    before = adam_held_count(like)
+    before = ADAM_HELD.count(like)
     params, optimizer = make(device)
     advance(params, optimizer, 3)
     with Spy():
         advance(params, optimizer)  # a mode must see what changes
         del optimizer
         gc.collect()
-    assert adam_held_count(like) == before
+    assert ADAM_HELD.count(like) == before
     assert "apex_optimizers.adam_step.default" in calls
     assert not [call for call in calls if "held" in call or "release" in call]
 
@@ -277,7 +262,7 @@ def test_release_amid_someones_dispatch_mode(device):
 def test_threads_with_optimizers_of_their_own(device):
     gc.collect()
     like = torch.empty(0, device=device)
-    before = adam_held_count(like)
+    before = ADAM_HELD.count(like)
     expected, reference = make(device)
     advance(expected, reference, 5)
     results = []
@@ -296,4 +281,4 @@ def test_threads_with_optimizers_of_their_own(device):
     assert len(results) == 16
     assert all(all(map(torch.equal, expected, result)) for result in results)
     gc.collect()
-    assert adam_held_count(like) == before + 1
+    assert ADAM_HELD.count(like) == before + 1

@@ -63,4 +63,25 @@ class HeldLists {
   int64_t last_id_ = 0;
 };
 
+// The lists of the operators that one source file registers, hence `static`: no other operator
+// finds them under its numbers. Never destroyed: at the end of a process torch is gone before the
+// handles would be.
+static inline HeldLists& held_lists() {
+  static HeldLists& lists = *new HeldLists;
+  return lists;
+}
+
+// The lists are the calling operator's own: their handles are kept, not copied.
+template <class... Lists>
+static inline int64_t hold_lists(Lists&... lists) {
+  HeldLists::Lists kept;
+  kept.reserve(sizeof...(lists));
+  (kept.push_back(std::move(lists)), ...);
+  return held_lists().hold(std::move(kept));
+}
+
+// Operators; the tensor says for which kind of device.
+static inline void release_lists(const Tensor&, int64_t held) { held_lists().release(held); }
+static inline int64_t held_count(const Tensor&) { return held_lists().size(); }
+
 }  // namespace apex

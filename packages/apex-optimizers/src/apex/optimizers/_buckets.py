@@ -111,20 +111,39 @@ class Bucket:
         return local_tensors(tensors) if self.is_sharded else tensors
 
 
+class StateWatch:
+    """Notices when somebody put other dicts into the state of an optimizer."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._entries: list[dict] = []
+
+    def is_same(self, state: dict[Tensor, dict]) -> bool:
+        """Whether the state consists of the same dicts as when it was last remembered."""
+        return (
+            state is self._state
+            and len(state) == len(self._entries)
+            and all(map(operator.is_, state.values(), self._entries))
+        )
+
+    def remember(self, state: dict[Tensor, dict]) -> None:
+        if not self.is_same(state):
+            self._state, self._entries = state, list(state.values())
+
+
 class BucketCache:
     """The buckets of all groups, rebuilt when parameters, gradients or states were replaced."""
 
     def __init__(self, bucket_class: type[Bucket] = Bucket) -> None:
         self._bucket_class = bucket_class
         self._groups: list[_GroupBuckets | None] = []
-        self._state: Any = None
-        self._entries: list[dict] = []  # the state's, after the last step
+        self._state = StateWatch()
 
     def collect(self, optimizer: Any) -> list[Bucket]:
         """Buckets with this step's gradients, of all groups that have any."""
         buckets: list[Bucket] = []
         grad_of = operator.attrgetter(optimizer.layout.grad_name)
-        if not self._has_state(optimizer.state):
+        if not self._state.is_same(optimizer.state):
             self._groups.clear()
         self._groups += [None] * (len(optimizer.param_groups) - len(self._groups))
         lists = [list(map(grad_of, group["params"])) for group in optimizer.param_groups]
@@ -146,17 +165,8 @@ class BucketCache:
         for cached, grads in zip(self._groups, lists, strict=False):
             cached.set_grads(grads)
             buckets += cached.buckets
-        if not self._has_state(optimizer.state):
-            self._state, self._entries = optimizer.state, list(optimizer.state.values())
+        self._state.remember(optimizer.state)
         return buckets
-
-    def _has_state(self, state: dict[Tensor, dict]) -> bool:
-        """Whether the optimizer's state consists of the same dicts as after the last step."""
-        return (
-            state is self._state
-            and len(state) == len(self._entries)
-            and all(map(operator.is_, state.values(), self._entries))
-        )
 
 
 def _check(layout: StateLayout, params: list[Tensor], grads: list[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._gradients import check_dense, check_gradients, match_layouts
+from .._held import HeldLists, HeldOps, Holder
 from .._sharding import is_sharded, local_tensors, placement_of
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
@@ -18,6 +20,7 @@ BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
 _grad_of = operator.attrgetter("grad")
 _dtype_of = operator.attrgetter("dtype")
 _device_of = operator.attrgetter("device")
+_buffer_of = operator.itemgetter(BUFFER)
 
 
 @dataclasses.dataclass
@@ -33,6 +36,7 @@ class Launch:
     buffers: list[Tensor]
     is_first_run: bool
     is_new: bool  # of a division made in this step
+    holder: Holder | None = None  # of the division's lists, where the optimizer has such operators
     whole: Tensor | None = None  # the first parameter, where the lists are shards of DTensors
 
     def check(self) -> None:
@@ -47,6 +51,12 @@ class Launch:
         lists = ("params", "copies", "grads", "buffers")
         local = {name: local_tensors(getattr(self, name)) for name in lists}
         return dataclasses.replace(self, whole=self.params[0], **local)
+
+    def held_lists(self) -> HeldLists | None:
+        """Lists but those of gradients, if C++ has them already and they are still the same."""
+        if self.holder is None or self.whole is not None:
+            return None
+        return self.holder.lists_of(self.params, (self.buffers, self.copies), self.grads)
 
     def match_gradients(self) -> bool:
         """Copy gradients whose memory is laid out differently; return whether there were any."""
@@ -75,11 +85,13 @@ class GroupLaunches:
     and buffers change. Gradients and buffers themselves are read anew in every step.
     """
 
-    def __init__(self, optimizer: str) -> None:
+    def __init__(self, optimizer: str, held_ops: HeldOps | None) -> None:
         self._optimizer = optimizer
-        self._lists: tuple[Sequence[Tensor | None], ...] = ()  # params, sources, copies
+        self._held_ops = held_ops
+        self._entries: list[dict | None] = []  # of the state, one per parameter
+        self._lists: tuple[Sequence[Tensor | None], ...] = ()  # params and, with twins, theirs
         self._traits: tuple[Any, ...] = ()
-        self._divisions: list[tuple[list[int], bool]] = []  # (indices, is_first_run)
+        self._divisions: list[_Division] = []
 
     def collect(
         self,
@@ -87,6 +99,7 @@ class GroupLaunches:
         state: dict[Tensor, Any],
         twins: dict[int, Tensor],
         use_model_grads: bool,
+        is_same_state: bool,
     ) -> list[Launch]:
         """The launches of one step.
 
@@ -95,30 +108,31 @@ class GroupLaunches:
             state: the optimizer's.
             twins: the model's 16-bit parameter, by ``id`` of its float32 master.
             use_model_grads: take the gradients of those, not of the masters.
+            is_same_state: the state consists of the same dicts as in the last step.
         """
         params = group["params"]
-        copies = [twins.get(id(p)) for p in params] if twins else [None] * len(params)
-        sources = params
-        if use_model_grads and twins:
-            sources = [p if c is None else c for p, c in zip(params, copies, strict=True)]
+        lists = _with_twins(params, twins, use_model_grads)
+        is_same = len(self._lists) == len(lists) and all(map(_is_same, lists, self._lists))
+        if not is_same or not is_same_state:
+            self._entries = [state.get(p) for p in params]
+        _, sources, copies = lists if twins else (params, params, [None] * len(params))
         grads = list(map(_grad_of, sources))
         has_momentum = group["momentum"] != 0
-        buffers = _buffers(params, state) if has_momentum else [None] * len(params)
+        buffers = _buffers(self._entries) if has_momentum else [None] * len(params)
         traits = (
             has_momentum,
             list(map(_dtype_of, params)),
             list(map(_device_of, params)),
-            [grad is None for grad in grads],
-            [buffer is None for buffer in buffers],
+            list(map(operator.is_, grads, itertools.repeat(None))),
+            list(map(operator.is_, buffers, itertools.repeat(None))),
         )
-        lists = (params, sources, copies)
-        is_new = traits != self._traits or not all(map(_is_same, lists, self._lists))
+        is_new = not is_same or traits != self._traits
         if is_new:
-            self._divide(lists, traits)
-        lists = (*lists, grads, buffers)
+            self._divide((params, sources, copies), traits)
+            self._lists = tuple(map(list, lists))
+        lists = (params, sources, copies, grads, buffers)
         return [
-            _launch(self._optimizer, group, lists, *division, is_new)
-            for division in self._divisions
+            _launch(self._optimizer, group, lists, division, is_new) for division in self._divisions
         ]
 
     def _divide(self, lists: tuple[Sequence[Tensor], ...], traits: tuple[Any, ...]) -> None:
@@ -132,17 +146,47 @@ class GroupLaunches:
             kind = (devices[i], dtypes[i], placement_of(source), source.dtype, copy_dtype)
             key = (*kind, is_first_run)
             chosen.setdefault(key, []).append(i)
-        self._divisions = [(indices, key[-1]) for key, indices in chosen.items()]
-        self._lists = tuple(map(list, lists))
+        self._divisions = [
+            _Division(indices, key[-1], self._holder([lists[0][i] for i in indices]))
+            for key, indices in chosen.items()
+        ]
         self._traits = traits
+
+    def _holder(self, params: list[Tensor]) -> Holder | None:
+        return None if self._held_ops is None else Holder(self._held_ops, params)
+
+
+@dataclasses.dataclass
+class _Division:
+    """Parameters of a group that one launch can update."""
+
+    indices: list[int]
+    is_first_run: bool
+    holder: Holder | None
+
+
+def _with_twins(
+    params: list[Tensor], twins: dict[int, Tensor], use_model_grads: bool
+) -> tuple[Sequence[Tensor | None], ...]:
+    """Parameters; with twins also whose gradients are used, and the twins, None where missing."""
+    if not twins:
+        return (params,)
+    copies = [twins.get(id(p)) for p in params]
+    sources = params
+    if use_model_grads:
+        sources = [p if c is None else c for p, c in zip(params, copies, strict=True)]
+    return params, sources, copies
+
+
+def _buffers(entries: list[dict | None]) -> list[Tensor | None]:
+    try:
+        return list(map(_buffer_of, entries))
+    except (KeyError, TypeError):  # some have none yet
+        return [None if entry is None else entry.get(BUFFER) for entry in entries]
 
 
 def _is_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _buffers(params: list[Tensor], state: dict[Tensor, Any]) -> list[Tensor | None]:
-    return [state[p].get(BUFFER) if p in state else None for p in params]
 
 
 def buffer_like(param: Tensor, buffer: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -158,15 +202,25 @@ def _launch(
     optimizer: str,
     group: dict[str, Any],
     lists: tuple[list, ...],
-    indices: list[int],
-    is_first_run: bool,
+    division: _Division,
     is_new: bool,
 ) -> Launch:
-    if len(indices) < len(lists[0]):
-        lists = tuple([one[i] for i in indices] for one in lists)
+    if len(division.indices) < len(lists[0]):
+        lists = tuple([one[i] for i in division.indices] for one in lists)
     params, sources, copies, grads, buffers = lists
     if copies[0] is None:
         copies = []
     if group["momentum"] == 0:
         buffers = []
-    return Launch(optimizer, group, params, sources, copies, grads, buffers, is_first_run, is_new)
+    return Launch(
+        optimizer,
+        group,
+        params,
+        sources,
+        copies,
+        grads,
+        buffers,
+        division.is_first_run,
+        is_new,
+        division.holder,
+    )

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from .._base import keep_from_tracing
+from .._buckets import StateWatch
 from .._checks import check_duplicates, check_lr, check_not_negative, check_params
+from .._held import HeldOps
 from .checks import check_state_dict
 from .launches import BUFFER, GroupLaunches, Launch
 
@@ -28,6 +30,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
     """Divides parameters into launches and keeps their buffers; a subclass runs one launch."""
 
     name: ClassVar[str]  # for messages
+    held_ops: ClassVar[HeldOps | None] = None
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
-        self._launches: list[GroupLaunches] = []
+        self._forget_launches()
         super().__init__(params, defaults)
 
     # What a subclass supplies, or changes.
@@ -129,7 +132,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._launches = []
+        self._forget_launches()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -168,11 +171,15 @@ class MomentumOptimizer(torch.optim.Optimizer):
         try:
             self._run_all(self._collect())
         except BaseException:
-            self._launches = []  # divisions whose buffers were not made must not be taken for old
+            self._forget_launches()  # divisions without their buffers must not be taken for old
             raise
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
         return loss
+
+    def _forget_launches(self) -> None:
+        self._launches: list[GroupLaunches] = []
+        self._seen_state = StateWatch()
 
     def _run_all(self, launches: list[Launch]) -> None:
         if len(launches) > 1:
@@ -185,12 +192,14 @@ class MomentumOptimizer(torch.optim.Optimizer):
     def _collect(self) -> list[Launch]:
         twins = _models_of_masters(self)
         missing = len(self.param_groups) - len(self._launches)
-        self._launches.extend(GroupLaunches(self.name) for _ in range(missing))
+        self._launches.extend(GroupLaunches(self.name, self.held_ops) for _ in range(missing))
+        is_same_state = self._seen_state.is_same(self.state)
+        self._seen_state.remember(self.state)
         return [
             launch
             for group, launches in zip(self.param_groups, self._launches, strict=False)
             for launch in launches.collect(
-                group, self.state, twins, not self.materialize_master_grads
+                group, self.state, twins, not self.materialize_master_grads, is_same_state
             )
         ]
 

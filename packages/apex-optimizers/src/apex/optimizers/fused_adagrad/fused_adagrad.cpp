@@ -1,9 +1,11 @@
-// Registers adagrad_step: checks, types and launch; the mathematics is in adagrad.h.
+// Registers adagrad_step and its form with held lists: checks, types and launch; the mathematics is
+// in adagrad.h.
 #include "adagrad.h"
 
 #include "apex/engine/foreach.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
+#include "apex/torch/held_lists.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
 
@@ -38,9 +40,23 @@ void adagrad_step(const TensorList& params, const TensorList& grads, const Tenso
   });
 }
 
+int64_t adagrad_hold(TensorList& params, TensorList& sums) { return hold_lists(params, sums); }
+
+void adagrad_step_held(int64_t held, const TensorList& grads, double lr, double eps,
+                       double weight_decay, bool decoupled, bool maximize) {
+  auto lists = held_lists().find("adagrad_step_held", held);
+  adagrad_step((*lists)[0], grads, (*lists)[1], lr, eps, weight_decay, decoupled, maximize);
+}
+
 }  // namespace
 
-APEX_KERNELS(apex_optimizers, m) { m.impl("adagrad_step", TORCH_BOX(&adagrad_step)); }
+APEX_KERNELS(apex_optimizers, m) {
+  m.impl("adagrad_step", TORCH_BOX(&adagrad_step));
+  m.impl("adagrad_hold", TORCH_BOX(&adagrad_hold));
+  m.impl("adagrad_release", TORCH_BOX(&release_lists));
+  m.impl("adagrad_held_count", TORCH_BOX(&held_count));
+  m.impl("adagrad_step_held", TORCH_BOX(&adagrad_step_held));
+}
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::optimizers

@@ -11,7 +11,17 @@ from torch import Tensor
 from .._base import FusedOptimizer
 from .._buckets import Bucket, StateLayout
 from .._checks import check_lr, check_not_negative
+from .._held import HeldOps
+from .._held_buckets import HoldingBucket
 from .ops import adagrad_step
+
+ADAGRAD_HELD = HeldOps(adagrad_step, __file__)
+
+
+class AdagradBucket(HoldingBucket):
+    """A bucket that hands its lists over once, where that pays."""
+
+    held_ops = ADAGRAD_HELD
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -69,6 +79,7 @@ class FusedAdagrad(FusedOptimizer):
 
     layout = StateLayout("FusedAdagrad", ("sum",), counts_group_steps=False)
     kept_attributes = ("adagrad_w_mode",)
+    bucket_class = AdagradBucket
 
     def __init__(
         self,

@@ -67,26 +67,10 @@ void adam_step(const TensorList& params, const TensorList& grads, const TensorLi
                 });
 }
 
-// Never destroyed: at the end of a process torch is gone before the handles would be.
-HeldLists& held_lists() {
-  static HeldLists& lists = *new HeldLists;
-  return lists;
-}
-
-// The lists are this call's own: their handles are kept, not copied.
 int64_t adam_hold(TensorList& params, TensorList& exp_avgs, TensorList& exp_avg_sqs,
                   TensorList& masters) {
-  HeldLists::Lists lists;
-  lists.reserve(4);
-  for (TensorList* list : {&params, &exp_avgs, &exp_avg_sqs, &masters}) {
-    lists.push_back(std::move(*list));
-  }
-  return held_lists().hold(std::move(lists));
+  return hold_lists(params, exp_avgs, exp_avg_sqs, masters);
 }
-
-void adam_release(const Tensor&, int64_t held) { held_lists().release(held); }
-
-int64_t adam_held_count(const Tensor&) { return held_lists().size(); }
 
 void adam_step_held(int64_t held, const TensorList& grads, double lr, double beta1, double beta2,
                     double eps, double weight_decay, int64_t step, bool bias_correction,
@@ -138,8 +122,8 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
 APEX_KERNELS(apex_optimizers, m) {
   m.impl("adam_step", TORCH_BOX(&adam_step));
   m.impl("adam_hold", TORCH_BOX(&adam_hold));
-  m.impl("adam_release", TORCH_BOX(&adam_release));
-  m.impl("adam_held_count", TORCH_BOX(&adam_held_count));
+  m.impl("adam_release", TORCH_BOX(&release_lists));
+  m.impl("adam_held_count", TORCH_BOX(&held_count));
   m.impl("adam_step_held", TORCH_BOX(&adam_step_held));
   m.impl("adam_step_capturable", TORCH_BOX(&adam_step_capturable));
 }

@@ -1,9 +1,11 @@
-// Registers sgd_step: checks, types and launch; the mathematics is in sgd.h.
+// Registers sgd_step and its form with held lists: checks, types and launch; the mathematics is in
+// sgd.h.
 #include "sgd.h"
 
 #include "apex/engine/foreach.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
+#include "apex/torch/held_lists.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
 
@@ -82,9 +84,28 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
   });
 }
 
+int64_t sgd_hold(TensorList& params, TensorList& buffers, TensorList& copies) {
+  return hold_lists(params, buffers, copies);
+}
+
+void sgd_step_held(int64_t held, const TensorList& grads, double lr,
+                   const std::optional<Tensor>& device_lr, double momentum, double dampening,
+                   double weight_decay, bool nesterov, bool wd_after_momentum, bool first_run,
+                   double gradient_scale, const std::optional<Tensor>& noop_flag) {
+  auto lists = held_lists().find("sgd_step_held", held);
+  sgd_step((*lists)[0], grads, (*lists)[1], (*lists)[2], lr, device_lr, momentum, dampening,
+           weight_decay, nesterov, wd_after_momentum, first_run, gradient_scale, noop_flag);
+}
+
 }  // namespace
 
-APEX_KERNELS(apex_optimizers, m) { m.impl("sgd_step", TORCH_BOX(&sgd_step)); }
+APEX_KERNELS(apex_optimizers, m) {
+  m.impl("sgd_step", TORCH_BOX(&sgd_step));
+  m.impl("sgd_hold", TORCH_BOX(&sgd_hold));
+  m.impl("sgd_release", TORCH_BOX(&release_lists));
+  m.impl("sgd_held_count", TORCH_BOX(&held_count));
+  m.impl("sgd_step_held", TORCH_BOX(&sgd_step_held));
+}
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::optimizers

@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from .._held import HeldOps
 from .._momentum import Launch, MomentumOptimizer
 from .ops import sgd_step
+
+SGD_HELD = HeldOps(sgd_step, __file__)
 
 
 class FusedSGD(MomentumOptimizer):
@@ -70,6 +73,7 @@ class FusedSGD(MomentumOptimizer):
     """
 
     name = "FusedSGD"
+    held_ops = SGD_HELD
 
     def __init__(
         self,
@@ -109,11 +113,7 @@ class FusedSGD(MomentumOptimizer):
 
     def run_launch(self, launch: Launch, lr: float, device_lr: Tensor | None, scale: float) -> None:
         group = launch.group
-        sgd_step(
-            launch.params,
-            launch.grads,
-            launch.buffers,
-            launch.copies,
+        hyper = (
             lr,
             device_lr,
             group["momentum"],
@@ -125,3 +125,8 @@ class FusedSGD(MomentumOptimizer):
             scale,
             None,
         )
+        if held := launch.held_lists():
+            SGD_HELD.step(held.number, launch.grads, *hyper)
+        else:
+            lists = (launch.params, launch.grads, launch.buffers, launch.copies)
+            sgd_step(*lists, *hyper)

@@ -1,0 +1,29 @@
+"""What optimizers hold in C++ between steps, seen and prevented."""
+
+from typing import Any
+
+import pytest
+
+from apex.optimizers import _held
+
+
+class PlainLists:
+    """While it is entered, lists are never held."""
+
+    def __enter__(self) -> None:
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(_held, "MIN_TENSORS", 10**9)
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+def holders(optimizer: Any) -> list[_held.HeldLists]:
+    """The owners of the lists that are held for an optimizer now."""
+    if hasattr(optimizer, "_launches"):
+        divisions = [d for launches in optimizer._launches for d in launches._divisions]
+        found = [division.holder for division in divisions]
+    else:
+        buckets = [bucket for group in optimizer._buckets._groups for bucket in group.buckets]
+        found = [bucket._holder for bucket in buckets]
+    return [holder.held for holder in found if holder.held is not None]
