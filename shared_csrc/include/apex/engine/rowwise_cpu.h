@@ -41,7 +41,7 @@ class Row {
   WriteView<S> out(S* matrix) const {
     S* row = matrix + index_ * columns_;
     int64_t row_bytes = columns_ * static_cast<int64_t>(sizeof(S));
-    return {row, columns_, can_stream(row, rows_ * row_bytes)};
+    return {row, columns_, can_stream(row, row_bytes, rows_ * row_bytes)};
   }
   // A vector [columns] that all rows share.
   template <class S>
