@@ -196,6 +196,7 @@ def test_layer_norm(memory_efficient):
     x = torch.randn(6, 48, requires_grad=True)
     y = norm(x)
     assert type(y.grad_fn).__name__ == "FusedLayerNormAffineFunctionBackward"
+    assert y.grad_fn.memory_efficient == memory_efficient  # found by its name in the signature
     expected = torch.nn.functional.layer_norm(x, (48,), norm.weight, norm.bias, norm.eps)
     torch.testing.assert_close(y, expected)
     grad = torch.randn_like(y)

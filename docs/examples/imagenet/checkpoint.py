@@ -1,9 +1,10 @@
 """Files that are either whole or absent, and checkpoints of model, optimizer and loss scaler."""
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from options import UsageError
@@ -64,9 +65,13 @@ def load_checkpoint(
     Call it after ``amp.initialize``, with the same opt level as in the saved run.
 
     Raises:
-        UsageError: the file is no checkpoint of this example, or of another run's ``identity``.
+        UsageError: the file is no checkpoint of this example, is cut off, or of another run's
+            ``identity``. Nothing is changed then.
     """
-    state = torch.load(path, map_location=device, weights_only=True)
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # its class depends on where the file was cut off
+        raise UsageError(f"--resume: {path} is not a checkpoint, or not a whole one.") from error
     if not isinstance(state, dict) or "identity" not in state:
         raise UsageError(f"--resume: {path} is not a checkpoint of this example.")
     saved = state["identity"]
@@ -76,7 +81,18 @@ def load_checkpoint(
         have = ", ".join(f"{name} {identity[name]}" for name in differing)
         raise UsageError(f"--resume: {path} was saved with {had}, but this run has {have}.")
 
-    network.load_state_dict(state["state_dict"])  # brings amp's float32 masters back too
-    optimizer.load_state_dict(state["optimizer"])
-    amp.load_state_dict(state["amp"])
+    # The network's state brings amp's float32 masters back, too.
+    restore({"state_dict": network, "optimizer": optimizer, "amp": amp}, state)
     return state["epochs"]
+
+
+def restore(parts: dict[str, Any], state: dict[str, Any]) -> None:
+    """Let every part load its entry of ``state``; if one refuses, none is changed."""
+    before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except Exception:
+        for name, part in parts.items():
+            part.load_state_dict(before[name])
+        raise

@@ -12,7 +12,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent))
 
 import demo
-from checkpoint import write_atomically
+from checkpoint import load_checkpoint, restore, save_checkpoint, write_atomically
 from data import MEAN, STD, Batches, load_data
 from digits import write_digits
 from meters import Totals
@@ -226,3 +226,40 @@ def test_demo_needs_a_baseline_that_learned():
     results = [result("O0", top1=94.0)]
     demo.compare(results)
     assert "reached 94.00 %" in demo.failures(results)[0]
+
+
+class Part:
+    """Something with a state, which refuses states that are negative."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+        if self.value < 0:
+            raise ValueError("negative")
+
+
+@pytest.mark.parametrize("state", [{"a": {"value": 5}}, {"a": {"value": 5}, "b": {"value": -5}}])
+def test_restore_changes_all_parts_or_none(state):
+    parts = {"a": Part(1), "b": Part(2)}
+    with pytest.raises((KeyError, ValueError)):
+        restore(parts, state)
+    assert (parts["a"].value, parts["b"].value) == (1, 2)
+    restore(parts, {"a": {"value": 3}, "b": {"value": 4}})
+    assert (parts["a"].value, parts["b"].value) == (3, 4)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99])
+def test_a_checkpoint_that_was_cut_off_is_refused(fraction, tmp_path):
+    network = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    save_checkpoint(tmp_path, network, optimizer, identity={}, epochs=[], is_best=False)
+    path = tmp_path / "checkpoint.pth.tar"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(fraction * len(data))])
+    with pytest.raises(UsageError, match="not a whole one"):
+        load_checkpoint(path, network, optimizer, identity={}, device=CPU)

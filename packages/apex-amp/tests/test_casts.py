@@ -1,5 +1,6 @@
 """The casts of O1 and O4: when and where they are in force, and that all of it can be undone."""
 
+import contextlib
 import os
 import threading
 
@@ -127,6 +128,57 @@ def test_weights_are_never_stale():
         model.weight.data.neg_()
         model.bias.data.neg_()
         assert torch.equal(output(), -before)
+
+
+class Recurrent(nn.Linear):
+    """Uses its weight twice in a call; what happens in between is up to the test."""
+
+    def forward(self, x, between):
+        first = super().forward(x)
+        with between() or contextlib.nullcontext():
+            middle = super().forward(x)
+        return first, middle, super().forward(x)
+
+
+def call_recurrent(between):
+    torch.manual_seed(0)
+    model = amp.initialize(Recurrent(4, 4), opt_level="O1", verbosity=0)
+    return model, model(torch.ones(2, 4), between)
+
+
+def test_weights_are_not_stale_within_a_call():
+    _, (first, middle, last) = call_recurrent(torch.no_grad)
+    assert [t.requires_grad for t in (first, middle, last)] == [True, False, True]
+    model, outputs = call_recurrent(amp.disable_casts)
+    assert [t.dtype for t in outputs] == [half, single, half]
+    last = outputs[-1]
+    last.float().sum().backward()
+    assert model.weight.grad is not None
+
+    def freeze():
+        model.requires_grad_(False)
+
+    model = amp.initialize(Recurrent(4, 4), opt_level="O1", verbosity=0)
+    first, middle, last = model(torch.ones(2, 4), freeze)
+    assert [t.requires_grad for t in (first, middle, last)] == [True, False, False]
+
+
+def test_a_step_within_a_call_is_seen():
+    model = Recurrent(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+    def step():
+        for param in model.parameters():
+            param.grad = 2 * param.detach()
+        optimizer.step()  # every parameter becomes its negative
+
+    with torch.no_grad():
+        first, middle, last = model(torch.ones(2, 4), step)
+    assert torch.equal(first, -middle)
+    first, middle, last = model(torch.ones(2, 4), step)
+    assert torch.equal(first, -middle)
+    assert torch.equal(middle, last)
 
 
 @pytest.mark.parametrize("caching", [True, False])

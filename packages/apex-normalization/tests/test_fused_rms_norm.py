@@ -135,12 +135,16 @@ def test_memory_efficient(shape, dtype, device):
 
 @pytest.mark.parametrize("weight_value", [0.0, 1e-9, -1e-9])
 def test_tiny_weights(weight_value, device):
-    """Exact without memory_efficient; with it, finite, and no gradient for a weight of zero."""
+    """Exact without memory_efficient; with it, finite, and refused where a weight is zero."""
     x, weight, dy = operands((9, 65), torch.float32, device)
     weight[::2] = weight_value
     arguments = x, weight, dy
     check(outputs_and_grads(apex_norm, *arguments), *arguments)
     efficient = lambda x, w: fused_rms_norm_affine(x, w, x.shape[-1:], EPS, True)
+    if weight_value == 0 and device.type == "cpu":
+        with pytest.raises(ValueError, match=r"weight\[0\] is 0 \(33 of 65 are\)"):
+            outputs_and_grads(efficient, *arguments)
+        return
     _, dx, dweight = outputs_and_grads(efficient, *arguments)
     assert dx.isfinite().all()
     assert dweight.isfinite().all()
@@ -186,9 +190,17 @@ def test_manual_rms_norm(dtype, weight_dtype, device):
     assert_as_accurate_as(formula, y, x, weight, ulps=2)
 
 
-def test_second_derivative_is_refused(device):
+def test_second_derivative(device):
+    x, weight, _ = operands((3, 5), torch.float64, device)
+    inputs = [t.requires_grad_() for t in (x, weight)]
+    assert torch.autograd.gradgradcheck(apex_norm, inputs)
+    assert torch.autograd.gradgradcheck(lambda x: fused_rms_norm(x, 5, EPS), inputs[:1])
+
+
+def test_second_derivative_of_memory_efficient_is_refused(device):
     x, weight, _ = operands((2, 8), torch.float32, device)
-    for y in (apex_norm(x.requires_grad_(), weight), fused_rms_norm(x, 8)):
+    affine = fused_rms_norm_affine(x.requires_grad_(), weight, 8, EPS, True)
+    for y in (affine, fused_rms_norm(x, 8, EPS, True)):
         (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             dx.square().sum().backward()

@@ -1,6 +1,7 @@
 """The modules: construction, state, dtypes, and what other projects rely on."""
 
 import copy
+import importlib
 import inspect
 import pickle
 
@@ -145,6 +146,25 @@ def test_bad_eps_is_refused(eps):
         FusedLayerNorm(5, eps=eps)
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_sequence_parallel_mark(kind):
+    """By which Megatron's and Apex's trainers find the gradients to sum over tensor ranks."""
+    for enabled in (False, True):
+        module = kind(5, sequence_parallel_enabled=enabled)
+        assert module.sequence_parallel_enabled is enabled
+        for parameter in module.parameters():
+            assert parameter.sequence_parallel_enabled is enabled
+    assert not kind(5).weight.sequence_parallel_enabled
+
+
+def test_positions_are_those_of_apex():
+    """What is new in the constructors is by keyword only."""
+    for kind in (FusedLayerNorm, FusedRMSNorm):
+        parameters = list(inspect.signature(kind).parameters.values())
+        positions = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert positions == ["normalized_shape", "eps", "elementwise_affine", "memory_efficient"]
+
+
 def test_megatron_finds_memory_efficient():
     """Megatron reads the argument's name from the signature of forward."""
     for name in ("FusedLayerNormAffineFunction", "FusedRMSNormAffineFunction"):
@@ -165,8 +185,26 @@ def test_megatron_calls(device):
     y.sum().backward()
 
 
+def test_gpt_neox_calls(device):
+    """It imports the kernel module by name and the functions, and leaves memory_efficient out."""
+    legacy = importlib.import_module("fused_layer_norm_cuda")
+    assert callable(legacy.forward_affine)
+    x, weight = (torch.randn(s, device=device) for s in ((4, 6), (6,)))
+    norm = fused_layer_norm.FusedLayerNormAffineFunction
+    y = norm.apply(x.requires_grad_(), weight, weight, torch.Size([6]), 1e-5)
+    y.sum().backward()
+    expected = torch.nn.functional.layer_norm(x, (6,), weight, weight)
+    torch.testing.assert_close(y, expected)
+
+
 def test_exports():
-    assert set(apex.normalization.__all__) == {kind.__name__ for kind in MODULES}
+    names = {kind.__name__ for kind in MODULES}
+    assert set(apex.normalization.__all__) == names | {
+        "Swaps",
+        "from_torch",
+        "fused_add_layer_norm",
+        "fused_add_rms_norm",
+    }
     assert fused_layer_norm.supports_custom_op() is True
 
 

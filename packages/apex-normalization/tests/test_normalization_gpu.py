@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from apex.normalization import fused_add_layer_norm
 from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
 from apex_testkit import FLOATS
 from apex_testkit.gpu import (
@@ -27,7 +28,13 @@ def rms_norm(x, weight, bias):
     return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, weight))]
 
 
-CASES = [layer_norm, layer_norm_memory_efficient, rms_norm]
+def add_layer_norm(x, weight, bias):
+    y, total = fused_add_layer_norm(x, x.detach(), weight, bias, prenorm=True)
+    loss = y.square().sum() + total.square().sum()
+    return [y.detach(), total.detach(), *torch.autograd.grad(loss, (x, weight, bias))]
+
+
+CASES = [layer_norm, layer_norm_memory_efficient, rms_norm, add_layer_norm]
 all_cases = pytest.mark.parametrize("case", CASES)
 # One group of lanes per row, and a block per row; rows enough for a reduction in two kernels.
 all_columns = pytest.mark.parametrize("columns", [768, 4096])

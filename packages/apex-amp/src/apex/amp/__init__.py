@@ -2,6 +2,7 @@
 
 from .__version__ import VERSION, __version__
 from ._amp_state import _amp_state, master_params
+from ._debug import debug
 from .amp import (
     bfloat16_function,
     float_function,
@@ -21,6 +22,7 @@ __all__ = [
     "__version__",
     "_amp_state",
     "bfloat16_function",
+    "debug",
     "disable_casts",
     "float_function",
     "half_function",

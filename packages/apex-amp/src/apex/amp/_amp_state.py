@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ class AmpState:
         loss_scalers: one :class:`~apex.amp.scaler.LossScaler` per loss; absent likewise.
         min_loss_scale, max_loss_scale: bounds of dynamic scaling; absent likewise.
         handle: switches casts on and off; absent before ``initialize`` or ``init``.
+        models: weak references to the models of the last ``initialize``; absent likewise.
+        debugger: what a running :func:`apex.amp.debug` watches with, else None.
     """
 
     opt_properties: Properties
@@ -31,11 +34,14 @@ class AmpState:
     min_loss_scale: float | None
     max_loss_scale: float | None
     handle: AmpHandle | NoOpHandle
+    models: list[weakref.ref[torch.nn.Module]]
+    debugger: Any
 
     def __init__(self) -> None:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
+        self.debugger = None
 
 
 _amp_state = AmpState()

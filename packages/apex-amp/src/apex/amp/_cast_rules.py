@@ -1,8 +1,9 @@
-"""Casts that autocast on the CPU lacks: those of autocast on CUDA, and Apex's banned function.
+"""Casts that torch's autocast lacks on one device or all, and functions that amp refuses.
 
-What a function does under O1 and O4 must not depend on the device. The tables are the entries of
-CUDA's autocast lists (docs: "Automatic Mixed Precision package", CUDA op-specific behaviour) that
-have no entry in the CPU's.
+What a function does under O1 and O4 must not depend on the device, and is what :mod:`.lists` says.
+Autocast's lists on CUDA nearly agree with it (docs: "Automatic Mixed Precision package", CUDA
+op-specific behaviour); the first tables hold what is missing there, too, the others what the CPU's
+autocast lacks in comparison.
 """
 
 from __future__ import annotations
@@ -15,14 +16,32 @@ from typing import Any
 
 import torch
 
-# Run in the dtype of autocast. The recurrent ones need it as a whole: of float32 input the CPU's
+from .lists import functional_overrides
+
+# On every device: run in float32,
+_FLOAT32_EVERYWHERE = (
+    *("gelu", "grid_sampler", "ctc_loss.IntList", "ctc_loss.Tensor"),
+    *("std", "std.dim", "std.correction", "var", "var.dim", "var.correction"),
+)
+# in the widest dtype among the arguments (autocast knows 16 bits of one kind and float32 only),
+_WIDEST_EVERYWHERE = (
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add"),
+    *("tensordot", "vdot"),
+)
+# or not on 16-bit values, where the result could not be float32.
+_NOT_IN_16_BITS = (
+    *("acos_", "asin_", "cosh_", "erfinv_", "exp_", "expm1_", "log_", "log10_", "log2_"),
+    *("reciprocal_", "rsqrt_", "sinh_", "tan_", "pow_.Scalar", "pow_.Tensor"),
+    *("cumprod_", "cumsum_", "renorm_"),
+)
+# On the CPU: run in the dtype of autocast. The recurrent ones need it as a whole: of float32 input
 # autocast makes a mixture in which GRU returns float32 and LSTM in float16 fails.
 _LOWER = (
     *("addmv", "addr", "mv", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
     *("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"),
     *("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data"),
 )
-# Run in float32: they need its range or precision.
+# In float32: they need its range or precision.
 _FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2"),
     *("reciprocal", "rsqrt", "sinh", "softplus", "tan"),
@@ -37,19 +56,9 @@ _FLOAT32 = (
     *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
-# Run in the widest dtype among their arguments.
-_WIDEST = (
-    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add"),
-    *("tensordot", "vdot"),
-)
+# In the widest dtype.
+_WIDEST = ("cat", "stack", "index_copy")
 _BANNED = "binary_cross_entropy"
-_BANNED_TEXT = (
-    "amp does not work out-of-the-box with torch.nn.functional.binary_cross_entropy or "
-    "torch.nn.BCELoss: a sigmoid computed in 16 bits rounds to 0 or 1, and its logarithm is "
-    "infinite. Use BCEWithLogitsLoss on the values before the sigmoid; or have the sigmoid run in "
-    'float32 with amp.register_float_function(torch, "sigmoid") before amp.initialize; or, if the '
-    "16-bit values are known to be safe, call amp.init(allow_banned=True)."
-)
 _HALVES = (torch.float16, torch.bfloat16)
 
 Cast = Callable[[Any], Any]
@@ -62,39 +71,76 @@ def cast_rules(device_types: Sequence[str], allow_banned: bool) -> Iterator[None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for device_type in device_types:
-            banned = _banned(device_type, allow_banned)
-            library.impl(_BANNED, banned, f"Autocast{device_type.upper()}")
-        if "cpu" in device_types:
-            for names, make in ((_LOWER, _lower), (_FLOAT32, _float32), (_WIDEST, _widest)):
-                for name in names:
-                    library.impl(name, _cast_first(name, make), "AutocastCPU")
+            for name, kernel in _kernels(device_type, allow_banned):
+                library.impl(name, kernel, f"Autocast{device_type.upper()}")
     yield
     del library  # torch then restores what was registered before
 
 
+def _kernels(device_type: str, allow_banned: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield _BANNED, _banned(device_type, allow_banned)
+    for name in _NOT_IN_16_BITS:
+        yield name, _refusing(name, device_type)
+    rules = [(_FLOAT32_EVERYWHERE, _float32), (_WIDEST_EVERYWHERE, _widest)]
+    if device_type == "cpu":
+        rules += [(_LOWER, _lower), (_FLOAT32, _float32), (_WIDEST, _widest)]
+    for names, make in rules:
+        for name in names:
+            yield name, _cast_first(name, make, device_type)
+
+
 def _banned(device_type: str, allow_banned: bool) -> Callable[..., torch.Tensor]:
     op = torch.ops.aten.binary_cross_entropy.default
+    # A script may have taken the function out of the list.
+    text = dict(functional_overrides.BANNED_FUNCS).get(_BANNED)
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         values = (*args, *kwargs.values())
-        if not allow_banned and any(_is_half(value) for value in values):
-            raise NotImplementedError(_BANNED_TEXT)
+        if text is not None and not allow_banned and any(_is_half(value) for value in values):
+            raise NotImplementedError(text)
         with _without_autocast(device_type):
+            if text is None:
+                return op(*args, **kwargs)
             return op(*map(_to_float32, args), **{k: _to_float32(v) for k, v in kwargs.items()})
 
     return run
 
 
-def _cast_first(name: str, make: Callable[[Sequence[Any]], Cast]) -> Callable[..., Any]:
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+def _refusing(name: str, device_type: str) -> Callable[..., torch.Tensor]:
+    op = _overload(name)
+    function = name.partition(".")[0]
+
+    def run(this: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_half(this):
+            raise NotImplementedError(
+                f"amp: {function} writes into a {this.dtype} tensor what amp computes in float32. "
+                f"Use {function.rstrip('_')} without the underscore; or call .float() on the "
+                "tensor; or, to compute in 16 bits, put `with amp.disable_casts():` around it."
+            )
+        with _without_autocast(device_type):
+            return op(this, *map(_to_float32, args), **kwargs)
+
+    return run
+
+
+def _cast_first(
+    name: str, make: Callable[[Sequence[Any]], Cast | None], device_type: str
+) -> Callable[..., Any]:
+    op = _overload(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         cast = make((*args, *kwargs.values()))
-        with _without_autocast("cpu"):
+        with _without_autocast(device_type):
+            if cast is None:
+                return op(*args, **kwargs)
             return op(*map(cast, args), **{k: cast(v) for k, v in kwargs.items()})
 
     return run
+
+
+def _overload(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 @contextlib.contextmanager
@@ -123,9 +169,11 @@ def _lower(values: Sequence[Any]) -> Cast:
     return _caster(torch.get_autocast_dtype("cpu"))
 
 
-def _widest(values: Sequence[Any]) -> Cast:
-    dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    return _caster(reduce(torch.promote_types, dtypes)) if dtypes else lambda value: value
+def _widest(values: Sequence[Any]) -> Cast | None:
+    """The cast to the widest dtype, or None where there is one dtype: the usual case."""
+    tensors = [t for v in values for t in (v if isinstance(v, (list, tuple)) else (v,))]
+    dtypes = {t.dtype for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    return _caster(reduce(torch.promote_types, dtypes)) if len(dtypes) > 1 else None
 
 
 def _caster(dtype: torch.dtype) -> Cast:

@@ -6,22 +6,28 @@ scaled. After: the new ones are unscaled and tested, and the stashed ones are ad
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._sharding import is_sharded
 from .scaler import LossScaler
 
+_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 Scales = tuple[float, float, float]  # of the new gradients, of the stashed ones, of the result
 
 
 def stash_grads(params: Sequence[Tensor], stash: list[Tensor | None]) -> None:
     """Move each ``.grad`` to its place in ``stash``."""
     for i, param in enumerate(params):
-        stash[i] = _own_memory(param.grad)
-        param.grad = None
+        grad = param.grad
+        if grad is None:  # most often: zero_grad has set it so
+            stash[i] = None
+        else:
+            stash[i], param.grad = _own_memory(grad), None
 
 
 def restore_grads(params: Sequence[Tensor], stash: list[Tensor | None]) -> None:
@@ -30,10 +36,10 @@ def restore_grads(params: Sequence[Tensor], stash: list[Tensor | None]) -> None:
         param.grad, stash[i] = stash[i], None
 
 
-def _own_memory(grad: Tensor | None) -> Tensor | None:
+def _own_memory(grad: Tensor) -> Tensor:
     """``grad``, copied if it is a piece of a communication bucket, which is about to be reused."""
-    if grad is None or grad.layout is not torch.strided:
-        return grad
+    if grad.layout is not torch.strided or is_sharded(grad):
+        return grad  # FSDP2 lets go of its communication buffers
     if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
         return grad.clone()
     return grad
@@ -43,18 +49,27 @@ def unscale_to_masters(
     scaler: LossScaler, model_params: Sequence[Tensor], masters: Sequence[Tensor]
 ) -> None:
     """``master.grad += model.grad / scale`` for each pair whose model gradient is there."""
+    grads = _dense_grads(model_params)
+    if len(grads) == len(masters) and set(map(_GRAD, masters)) == {None}:
+        master_grads = [torch.empty_like(g, dtype=torch.float32) for g in grads]
+        for master, master_grad in zip(masters, master_grads, strict=True):
+            master.grad = master_grad
+        scaler.unscale(grads, master_grads, scaler.loss_scale(), models_are_masters=False)
+        return
     new: tuple[list[Tensor], list[Tensor]] = [], []
     accumulated: tuple[list[Tensor], list[Tensor]] = [], []
     for param, master in zip(model_params, masters, strict=True):
-        if param.grad is None:
+        grad, master_grad = param.grad, master.grad
+        if grad is None:
             continue
-        grad = param.grad if param.grad.layout is torch.strided else param.grad.to_dense()
-        is_new = master.grad is None
-        if is_new:
-            master.grad = torch.empty_like(grad, dtype=master.dtype)
-        grads, master_grads = new if is_new else accumulated
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        grads, master_grads = accumulated
+        if master_grad is None:
+            grads, master_grads = new
+            master_grad = master.grad = torch.empty_like(grad, dtype=master.dtype)
         grads.append(grad)
-        master_grads.append(master.grad)
+        master_grads.append(master_grad)
     if new[0]:
         scaler.unscale(*new, scaler.loss_scale(), models_are_masters=False)
     if accumulated[0]:
@@ -77,9 +92,11 @@ def post_backward_models_are_masters(
             current loss scale, 1 and 1.
     """
     scales = scale_override or (scaler.loss_scale(), 1.0, 1.0)
-    alone: list[Tensor] = []
-    new: list[Tensor] = []
-    stashed: list[Tensor] = []
+    alone = _new_grads_only(params, stashed_grads)
+    if alone:
+        _unscale_alone(scaler, alone, scale_override)
+        return
+    alone, new, stashed = [], [], []
     for i, param in enumerate(params):
         grad, stash = param.grad, stashed_grads[i]
         stashed_grads[i] = None
@@ -94,10 +111,27 @@ def post_backward_models_are_masters(
             stashed.append(stash if stash.layout is torch.strided else stash.to_dense())
             param.grad = stashed[-1]
     if alone:
-        override = None if scale_override is None else scales[0] / scales[2]
-        scaler.unscale(alone, alone, models_are_masters=True, scale_override=override)
+        _unscale_alone(scaler, alone, scale_override)
     if new:
         scaler.unscale_with_stashed(new, stashed, stashed, scales)
+
+
+def _new_grads_only(
+    params: Sequence[Tensor], stashed_grads: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """All gradients, if each is dense and none was stashed: the usual case. Else an empty list."""
+    return [] if set(map(type, stashed_grads)) - {type(None)} else _dense_grads(params)
+
+
+def _dense_grads(params: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients that are there, or an empty list if one of them is sparse."""
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    return grads if set(map(_LAYOUT, grads)) == {torch.strided} else []
+
+
+def _unscale_alone(scaler: LossScaler, grads: list[Tensor], scale_override: Scales | None) -> None:
+    override = None if scale_override is None else scale_override[0] / scale_override[2]
+    scaler.unscale(grads, grads, models_are_masters=True, scale_override=override)
 
 
 def _rescaled(stash: Tensor | None, scales: Scales) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ._forward import AmpForward
 from ._masters import O2StateDictHook, add_checkpoint_hooks
 from ._nested import applier, to_type
 from ._process_optimizer import _process_optimizer
+from ._sharding import convert_sharded_network, has_shards
 from .amp import init, replace_handle, route_cpu_float16
 from .handle import NoOpHandle
 from .scaler import LossScaler
@@ -41,6 +43,8 @@ def _initialize(
     properties: Properties,
     num_losses: int = 1,
     cast_model_outputs: torch.dtype | None = None,
+    *,
+    hysteresis: int = 1,
 ) -> None:
     """Cast and wrap models, fit optimizers, make loss scalers and the handle, in place."""
     scalers = [
@@ -48,6 +52,7 @@ def _initialize(
             properties.loss_scale,
             min_loss_scale=_amp_state.min_loss_scale,
             max_loss_scale=_amp_state.max_loss_scale,
+            hysteresis=hysteresis,
         )
         for _ in range(num_losses)
     ]
@@ -62,6 +67,7 @@ def _initialize(
             optimizer.load_state_dict(optimizer.state_dict())  # state in the parameters' dtype
         _process_optimizer(optimizer, properties)
     _amp_state.loss_scalers = scalers
+    _amp_state.models = [weakref.ref(model) for model in models]
 
 
 def _cast_model(
@@ -70,7 +76,7 @@ def _cast_model(
     dtype = properties.cast_model_type
     has_hooks = isinstance(model.forward, AmpForward) and model.forward.input_dtype is not None
     if properties.keep_batchnorm_fp32:
-        convert_network(model, dtype)
+        (convert_sharded_network if has_shards(model) else convert_network)(model, dtype)
     else:
         model.to(dtype)
     _wrap_forward(model, dtype, output_dtype or torch.float32, False)

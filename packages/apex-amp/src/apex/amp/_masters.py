@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ._sharding import local
+
 HALVES = (torch.float16, torch.bfloat16)
 # A 16-bit parameter's float32 value, as an attribute: the master, or what a checkpoint brought
 # before there was one.
@@ -21,7 +23,7 @@ def exact_value(param: torch.Tensor) -> torch.Tensor:
     """
     known = getattr(param, _EXACT, None)
     is_known = known is not None and known.shape == param.shape and known.device == param.device
-    if is_known and torch.equal(known.detach().to(param.dtype), param.detach()):
+    if is_known and torch.equal(local(known).detach().to(param.dtype), local(param).detach()):
         return known.detach()
     return param.detach().float()
 
@@ -63,14 +65,19 @@ class ExactLoadHook:
         module: torch.nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
+        local_metadata: dict[str, Any],
         *unused: Any,
     ) -> None:
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             entry = state_dict.get(prefix + name)
             if param.dtype not in HALVES or not isinstance(entry, torch.Tensor):
                 continue
             if entry.shape != param.shape or not entry.is_floating_point():
                 continue  # load_state_dict is going to refuse it
+            if is_assigned:  # the entry becomes the parameter: in the dtype of the level
+                state_dict[prefix + name] = _rounded(entry, param)
+                continue
             with torch.no_grad():
                 master = getattr(param, _EXACT, None)
                 if master is None:
@@ -78,6 +85,13 @@ class ExactLoadHook:
                     setattr(param, _EXACT, exact.copy_(entry))
                 else:
                     master.copy_(entry)
+
+
+def _rounded(entry: torch.Tensor, like: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter in the dtype of ``like`` that knows the float32 value of ``entry``."""
+    param = torch.nn.Parameter(entry.detach().to(like.dtype), like.requires_grad)
+    setattr(param, _EXACT, entry.detach().float())
+    return param
 
 
 def add_checkpoint_hooks(model: torch.nn.Module) -> None:

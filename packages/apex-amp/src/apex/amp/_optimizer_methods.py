@@ -41,6 +41,8 @@ def step(self: Any, closure: Callable | None = None, *args: Any, **kwargs: Any) 
     with handle._disable_casts() if handle is not None else contextlib.nullcontext():
         arguments = args if closure is None and not args else (_with_casts(closure), *args)
         result = stash.originals["step"](*arguments, **kwargs)
+    if handle is not None:
+        handle._clear_cache()  # a step inside of a model's forward
     if stash.has_masters:
         if not stash.writes_model_params:
             self._master_params_to_model_params()

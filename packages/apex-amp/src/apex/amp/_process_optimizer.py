@@ -90,13 +90,16 @@ class AmpOptimizerState:
         getattr(self, f"all_{kind}_params").append(param)
         getattr(self, f"all_{kind}_grad_stash").append(None)
 
-    def skip_next_step(self, loss_id: int, new_scale: float) -> None:
+    def skip_next_step(
+        self, loss_id: int, new_scale: float, old_scale: float | None = None
+    ) -> None:
         """Let the next step do nothing, whatever number of backward passes ask for it."""
         if not self.already_patched:
             self.already_patched = True
+            change = "keeps its scale of" if new_scale == old_scale else "reduces its scale to"
             self.skip_notice = (
-                f"amp: gradient overflow, skipping this step; loss scaler {loss_id} reduces its "
-                f"scale to {new_scale}."
+                f"amp: gradient overflow, skipping this step; loss scaler {loss_id} {change} "
+                f"{new_scale}."
             )
 
 
@@ -108,6 +111,12 @@ def is_fused_sgd(optimizer: Any) -> bool:
 def _check_params(groups: list[dict[str, Any]], masters: bool) -> None:
     for g, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
+            if param.is_meta:
+                raise RuntimeError(
+                    f"amp: param_groups[{g}]['params'][{i}] is on the meta device. to_empty() "
+                    "gives a model new parameters, which this optimizer does not have: make the "
+                    "optimizer afterwards, and pass both to amp.initialize."
+                )
             is_left_alone = masters and not param.requires_grad
             if not is_left_alone and param.dtype not in (*HALVES, torch.float32):
                 raise TypeError(

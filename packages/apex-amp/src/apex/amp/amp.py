@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
+from ._cast_functions import cast_functions, replaced
 from ._cast_rules import cast_rules
 from ._cpu_fp16 import float16_through_float32
+from ._list_changes import WIDEST, Registry, list_changes
 from ._nested import applier
 from .handle import AmpHandle, NoOpHandle
 
@@ -28,12 +30,11 @@ __all__ = [
     "register_promote_function",
 ]
 
-_WIDEST = "widest"  # among the dtypes of the arguments
-
-# (id of module, name) -> (module, dtype): what the registrars noted for the next `init`.
-Registry = dict[tuple[int, str], tuple[Any, Any]]
+# What the registrars noted for the next `init`.
 _USER_CAST_REGISTRY: Registry = {}
 _USER_PROMOTE_REGISTRY: Registry = {}
+# Asked by decorated functions: the last handle that `init` returned, or that replaced it.
+_DECORATOR_HANDLE: AmpHandle | NoOpHandle = NoOpHandle()
 
 
 def half_function(fn: Callable) -> Callable:
@@ -56,7 +57,7 @@ def float_function(fn: Callable) -> Callable:
 
 def promote_function(fn: Callable) -> Callable:
     """Decorator: as :func:`half_function` with the widest dtype among the arguments."""
-    return _casting(fn, _WIDEST)
+    return _casting(fn, WIDEST)
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -86,7 +87,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 def register_promote_function(module: Any, name: str) -> None:
     """As :func:`register_half_function` with the widest dtype among the arguments."""
-    _register(_USER_PROMOTE_REGISTRY, module, name, _WIDEST)
+    _register(_USER_PROMOTE_REGISTRY, module, name, WIDEST)
 
 
 def init(
@@ -105,7 +106,8 @@ def init(
     models in every thread. An earlier handle is deactivated first.
 
     Args:
-        enabled: False gives a handle that does nothing, and leaves an earlier one in force.
+        enabled: False gives a handle that does nothing: decorated functions stop to cast, and an
+            earlier handle stays in force otherwise.
         loss_scale: ignored; kept for callers that pass it.
         patch_type: float16 or bfloat16.
         enable_caching: within one call of a model, cast each weight once.
@@ -119,12 +121,15 @@ def init(
     Raises:
         RuntimeError: ``patch_type`` is neither float16 nor bfloat16.
     """
+    global _DECORATOR_HANDLE
     if not enabled:
-        return NoOpHandle()
+        _DECORATOR_HANDLE = NoOpHandle()
+        return _DECORATOR_HANDLE
     if patch_type not in (torch.float16, torch.bfloat16):
         raise RuntimeError(
             f"amp.init: patch_type must be torch.float16 or torch.bfloat16, got {patch_type}."
         )
+    changes = list_changes(patch_type)
     handle = AmpHandle(
         loss_scale, enable_caching, verbose, patch_type=patch_type, device_types=device_types
     )
@@ -135,8 +140,11 @@ def init(
     handle._registered.update(registered | _USER_CAST_REGISTRY | _USER_PROMOTE_REGISTRY)
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
-    for (_, name), (module, dtype) in handle._registered.items():
-        _replace(handle, module, name, dtype)
+    changes |= handle._registered
+    for (_, name), (module, dtype) in changes.items():
+        make = functools.partial(_casting_as, dtype)
+        handle._undo.enter_context(replaced(module, name, make))
+    handle._undo.enter_context(cast_functions(except_for=changes))
     if patch_type is torch.float16 and "cpu" in handle._casting.device_types:
         route_cpu_float16(handle)
     handle._undo.enter_context(cast_rules(handle._casting.device_types, allow_banned))
@@ -146,10 +154,11 @@ def init(
 
 def replace_handle(handle: AmpHandle | NoOpHandle) -> None:
     """Undo what the handle in force has done, and put ``handle`` in its place."""
+    global _DECORATOR_HANDLE
     earlier = getattr(_amp_state, "handle", None)
     if earlier is not None:
         earlier._deactivate()
-    _amp_state.handle = handle
+    _amp_state.handle = _DECORATOR_HANDLE = handle
 
 
 def route_cpu_float16(handle: AmpHandle | NoOpHandle) -> None:
@@ -163,12 +172,8 @@ def _register(registry: Registry, module: Any, name: str, dtype: Any) -> None:
     registry[id(module), name] = module, dtype
 
 
-def _replace(handle: AmpHandle, module: Any, name: str, dtype: Any) -> None:
-    original = getattr(module, name)
-    is_own = name in vars(module)  # not inherited from a base class
-    setattr(module, name, _casting(original, dtype, leaf=_is_of_torch(original)))
-    undo = (setattr, module, name, original) if is_own else (delattr, module, name)
-    handle._undo.callback(*undo)
+def _casting_as(dtype: Any, fn: Callable) -> Callable:
+    return _casting(fn, dtype, is_registered=True, leaf=_is_of_torch(fn))
 
 
 def _is_of_torch(fn: Any) -> bool:
@@ -177,15 +182,15 @@ def _is_of_torch(fn: Any) -> bool:
     return not is_python or (fn.__module__ or "").partition(".")[0] == "torch"
 
 
-def _casting(fn: Callable, dtype: Any, leaf: bool = False) -> Callable:
+def _casting(fn: Callable, dtype: Any, is_registered: bool = False, leaf: bool = False) -> Callable:
     """Cast the arguments of ``fn`` while casts are on; a ``leaf`` makes no casts of its own."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        handle = getattr(_amp_state, "handle", None)
-        if handle is None or not handle.is_active():
+        handle = _amp_state.handle if is_registered else _DECORATOR_HANDLE
+        if not handle.is_active():
             return fn(*args, **kwargs)
-        target = _widest_dtype((args, kwargs)) if dtype is _WIDEST else dtype
+        target = _widest_dtype((args, kwargs)) if dtype is WIDEST else dtype
         cast = functools.partial(_cast, dtype=target)
         args, kwargs = applier(args, cast), applier(kwargs, cast)
         with handle._disable_casts() if leaf else contextlib.nullcontext():

@@ -14,6 +14,7 @@ from ._checks import check_models, check_optimizers, check_params_fp32
 from ._initialize import _initialize
 from ._process_optimizer import check_is_unprocessed
 from ._properties import O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from ._scaler_state import parsed
 from .amp import replace_handle
 from .handle import NoOpHandle
 
@@ -49,6 +50,7 @@ def initialize(
     max_loss_scale: float | None = 2.0**24,
     *,
     patch_torch_functions_type: torch.dtype | None = None,
+    hysteresis: int = 1,
 ) -> Any:
     """Prepare models and optimizers, in place, for training in mixed precision.
 
@@ -83,6 +85,8 @@ def initialize(
         verbosity: 0: print nothing; 1: options and skipped steps; 2: also every cast of O1 and O4.
         min_loss_scale, max_loss_scale: bounds of dynamic loss scaling; None is no bound.
         patch_torch_functions_type: float16 for O1, bfloat16 for O4; the default.
+        hysteresis: how many overflows without a clean iteration between them a dynamic loss scale
+            endures before it is reduced; each of them skips its step.
 
     Returns:
         ``models``, or ``(models, optimizers)`` if there are optimizers; a list where one came in.
@@ -115,8 +119,11 @@ def initialize(
         if enabled:
             properties = _resolve(overrides)
             model_list, optimizer_list = _checked(models, optimizers)
-            _check_numbers(num_losses, cast_model_outputs)
-            _initialize(model_list, optimizer_list, properties, num_losses, cast_model_outputs)
+            _check_numbers(num_losses, hysteresis, cast_model_outputs)
+            _initialize(
+                *(model_list, optimizer_list, properties, num_losses, cast_model_outputs),
+                hysteresis=hysteresis,
+            )
             _amp_state.opt_properties = properties
         else:
             _disable()
@@ -194,9 +201,10 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[torch.nn.Module], list[
     return model_list, optimizer_list
 
 
-def _check_numbers(num_losses: int, cast_model_outputs: Any) -> None:
-    if not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"amp.initialize: num_losses must be a positive int, got {num_losses!r}.")
+def _check_numbers(num_losses: int, hysteresis: int, cast_model_outputs: Any) -> None:
+    for name, value in (("num_losses", num_losses), ("hysteresis", hysteresis)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"amp.initialize: {name} must be a positive int, got {value!r}.")
     if cast_model_outputs is not None and not (
         isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
     ):
@@ -214,7 +222,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, "loss_scaler1": ...}``: plain
-        numbers, so that ``torch.load(weights_only=True)`` reads it. Empty if amp is not enabled.
+        numbers, so that ``torch.load(weights_only=True)`` reads it; with a ``hysteresis`` above 1
+        also ``"overflows_left": int``. Empty if amp is not enabled.
     """
     if destination is None:
         destination = OrderedDict()
@@ -223,6 +232,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
             "loss_scale": scaler.loss_scale(),
             "unskipped": scaler._unskipped,
         }
+        if scaler._hysteresis > 1:
+            destination[f"loss_scaler{i}"]["overflows_left"] = scaler._overflows_left
     return destination
 
 
@@ -240,44 +251,18 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         ValueError: an entry lacks a number, or has a wrong one; nothing is changed then.
     """
     scalers = getattr(_amp_state, "loss_scalers", [])
-    entries = _parsed(state_dict)
+    entries = parsed(state_dict)
     if len(entries) != len(scalers):
         maybe_print(
             f"Warning: amp.load_state_dict: the checkpoint has {len(entries)} loss scalers, here "
             f"are {len(scalers)}."
         )
-    for index, (loss_scale, unskipped) in entries.items():
+    for index, (loss_scale, unskipped, overflows_left) in entries.items():
         if index >= len(scalers):
             maybe_print(f"amp.load_state_dict: ignoring loss_scaler{index}, which is not here.")
             continue
         scalers[index]._loss_scale = loss_scale
         scalers[index]._unskipped = unskipped
-
-
-def _parsed(state_dict: dict[str, Any]) -> dict[int, tuple[float, int]]:
-    """Index -> (loss_scale, unskipped), or an error that names what is wrong."""
-    prefix = "loss_scaler"
-    foreign = [
-        key
-        for key in state_dict
-        if not (isinstance(key, str) and key.startswith(prefix) and key[len(prefix) :].isdecimal())
-    ]
-    if foreign:
-        names = ", ".join(map(repr, foreign))
-        raise RuntimeError(
-            f"amp.load_state_dict: unexpected keys {names}; expected loss_scaler0, loss_scaler1 "
-            "and so on. Pass what amp.state_dict() returned."
-        )
-    entries = {}
-    for key, entry in state_dict.items():
-        try:
-            loss_scale, unskipped = float(entry["loss_scale"]), int(entry["unskipped"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"amp.load_state_dict: {key} must be {{'loss_scale': float, 'unskipped': int}}, "
-                f"got {entry!r}."
-            ) from error
-        if not loss_scale > 0 or unskipped < 0:
-            raise ValueError(f"amp.load_state_dict: {key} is out of range: {entry!r}.")
-        entries[int(key[len(prefix) :])] = loss_scale, unskipped
-    return entries
+        limit = scalers[index]._hysteresis
+        left = limit if overflows_left is None else min(overflows_left, limit)
+        scalers[index]._overflows_left = left

@@ -11,7 +11,17 @@ import torch
 
 from ._amp_state import _amp_state
 from ._casting import Casting, device_types_in_use
-from ._checks import is_optimizer
+from ._scaling import (
+    check_are_initialized,
+    finish,
+    have_masters,
+    note_iteration,
+    optimizer_list,
+    prepare,
+    scaler_of,
+    watched,
+)
+from .opt import OptimWrapper
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
@@ -69,88 +79,31 @@ def scale_loss(
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"amp.scale_loss: loss must be a tensor, got {type(loss).__name__}.")
     if not properties.enabled:
-        yield loss
+        yield watched(loss, loss)
+        note_iteration(loss_id, 1.0, False)
         return
-    optimizers = _optimizer_list(optimizers)
-    scaler = _scaler(loss_id)
+    optimizers = optimizer_list(optimizers)
+    scaler = scaler_of(loss_id)
     handle = _amp_state.handle
     try:
-        if not properties.master_weights and scaler.loss_scale() == 1.0 and not scaler.dynamic:
+        has_masters = properties.master_weights or have_masters(optimizers)
+        if not has_masters and scaler.loss_scale() == 1.0 and not scaler.dynamic:
             with handle._backward():
-                yield loss.float()
+                yield watched(loss, loss.float())
+            note_iteration(loss_id, 1.0, False)
             return
-        _check_are_initialized(optimizers)
-        _prepare(optimizers, delay_unscale)
+        check_are_initialized(optimizers)
+        prepare(optimizers, delay_unscale)
         try:
             with handle._backward():
-                yield loss.float() * scaler.loss_scale()
+                yield watched(loss, loss.float() * scaler.loss_scale())
         except BaseException:
             for optimizer in optimizers:
                 optimizer._abort_amp_backward()
             raise
-        _finish(optimizers, scaler, loss_id, delay_unscale, delay_overflow_check)
+        finish(optimizers, scaler, loss_id, delay_unscale, delay_overflow_check)
     finally:
         handle._clear_cache()
-
-
-def _optimizer_list(optimizers: Any) -> list[Any]:
-    items = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for i, optimizer in enumerate(items):
-        if not is_optimizer(optimizer):
-            raise TypeError(
-                "amp.scale_loss: optimizers must be a torch.optim.Optimizer, an "
-                f"apex.parallel.LARC, or a list of them; got {type(optimizer).__name__} at {i}."
-            )
-    return items
-
-
-def _scaler(loss_id: int) -> Any:
-    count = len(_amp_state.loss_scalers)
-    if not isinstance(loss_id, int) or not 0 <= loss_id < count:
-        raise ValueError(
-            f"amp.scale_loss: loss_id must be an int in [0, {count}), got {loss_id!r}. "
-            "amp.initialize(..., num_losses=N) makes room for N losses."
-        )
-    return _amp_state.loss_scalers[loss_id]
-
-
-def _check_are_initialized(optimizers: Sequence[Any]) -> None:
-    for i, optimizer in enumerate(optimizers):
-        if not hasattr(optimizer, "_amp_stash"):
-            raise RuntimeError(
-                f"amp.scale_loss: optimizers[{i}] ({type(optimizer).__name__}) was not given to "
-                "amp.initialize. Pass it there, and use the optimizer that comes back."
-            )
-
-
-def _prepare(optimizers: Sequence[Any], delay_unscale: bool) -> None:
-    for optimizer in optimizers:
-        optimizer._amp_lazy_init()
-        # Gradients that are still scaled stay in place: autograd adds to them.
-        if not optimizer._amp_stash.params_have_scaled_gradients and not delay_unscale:
-            optimizer._prepare_amp_backward()
-
-
-def _finish(
-    optimizers: Sequence[Any],
-    scaler: Any,
-    loss_id: int,
-    delay_unscale: bool,
-    delay_overflow_check: bool,
-) -> None:
-    if delay_unscale:
-        for optimizer in optimizers:
-            optimizer._amp_stash.params_have_scaled_gradients = True
-        return
-    scaler.clear_overflow_state()
-    for optimizer in optimizers:
-        optimizer._post_amp_backward(scaler)
-        optimizer._amp_stash.params_have_scaled_gradients = False
-    if delay_overflow_check:
-        scaler.delay_check()
-    elif scaler.update_scale():
-        for optimizer in optimizers:
-            optimizer._amp_stash.skip_next_step(loss_id, scaler.loss_scale())
 
 
 @contextlib.contextmanager
@@ -179,6 +132,10 @@ class NoOpHandle:
     def is_active(self) -> bool:
         """Whether functions cast their arguments: never."""
         return False
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """An :class:`~apex.amp.opt.OptimWrapper` that does as the optimizer does."""
+        return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
@@ -224,6 +181,7 @@ class AmpHandle:
         devices = device_types_in_use() if device_types is None else device_types
         self._casting = Casting(patch_type, devices, enable_caching, verbose)
         self._undo = contextlib.ExitStack()
+        self._cache: dict[torch.Tensor, torch.Tensor] = {}
         self._registered: dict[tuple[int, str], Any] = {}  # user functions that are replaced
 
     def __deepcopy__(self, memo: dict) -> AmpHandle:
@@ -239,9 +197,27 @@ class AmpHandle:
         return self._casting.cache_enabled
 
     @property
+    def cache(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Casts that the wrappers of :mod:`apex.amp.wrap` keep: parameter -> its cast."""
+        return self._cache
+
+    def remove_cache(self, param: torch.Tensor) -> None:
+        """Forget the cast of a parameter, if there is one."""
+        self._cache.pop(param, None)
+
+    @property
     def verbose(self) -> bool:
         """Whether casts are printed."""
         return self._casting.verbose
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer with loss scaling, for scripts that do not use ``amp.initialize``.
+
+        Args:
+            optimizer: any torch optimizer.
+            num_loss: how many losses an iteration has.
+        """
+        return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
@@ -274,7 +250,17 @@ class AmpHandle:
         return self._casting.model_call()
 
     def _clear_cache(self) -> None:
+        self._cache.clear()
         torch.clear_autocast_cache()
+
+    def _save_func(self, mod: Any, fn: str, func: Any) -> None:
+        """Have ``mod.fn`` be ``func`` again after :meth:`_deactivate`."""
+        if isinstance(mod, dict):
+            self._undo.callback(mod.__setitem__, fn, func)
+        elif fn in vars(mod):
+            self._undo.callback(setattr, mod, fn, func)
+        else:  # inherited from a base class
+            self._undo.callback(delattr, mod, fn)
 
     def _leave_thread(self) -> None:
         self._casting.leave_thread()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._sharding import meshes_of, share_flags
+from ._unscale_python import (
+    PythonUnscaling,
+    axpby_check_overflow_python,
+    scale_check_overflow_python,
+)
 from .multi_tensor.lists import axpby_lists, scale_lists
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "axpby_check_overflow_python", "scale_check_overflow_python"]
 
 
-class LossScaler:
+class LossScaler(PythonUnscaling):
     r"""Keeps a loss scale, unscales gradients, and adapts the scale to overflows.
 
     With ``loss_scale="dynamic"`` the scale is divided by ``scale_factor`` after an iteration with
@@ -25,17 +32,19 @@ class LossScaler:
         scale_factor: > 1.
         scale_window: consecutive iterations without overflow before the scale grows.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; None is no bound.
+        hysteresis: from this many overflows on without an iteration in between that had none, an
+            overflow divides the scale. Those before skip the step, but leave the scale.
 
     Raises:
         ValueError: an argument is out of range.
 
     Source:
-        Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
+        Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2; hysteresis as in
+        Megatron-LM's ``DynamicGradScaler``.
     """
 
     has_fused_kernel = True
     warned_no_fused_kernel = False
-    warned_unscaling_non_fp32_grad = False
 
     def __init__(
         self,
@@ -45,6 +54,8 @@ class LossScaler:
         scale_window: int = 2000,
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = 2.0**24,
+        *,
+        hysteresis: int = 1,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
@@ -55,6 +66,8 @@ class LossScaler:
             raise ValueError(f"LossScaler: scale_factor must be above 1, got {scale_factor}.")
         if scale_window < 1:
             raise ValueError(f"LossScaler: scale_window must be at least 1, got {scale_window}.")
+        if hysteresis < 1:
+            raise ValueError(f"LossScaler: hysteresis must be at least 1, got {hysteresis}.")
         if max_loss_scale is not None and (min_loss_scale or 0) > max_loss_scale:
             raise ValueError(
                 f"LossScaler: min_loss_scale ({min_loss_scale}) is above max_loss_scale "
@@ -68,10 +81,13 @@ class LossScaler:
         self._max_loss_scale = max_loss_scale
         self._scale_seq_len = scale_window
         self._unskipped = 0
+        self._hysteresis = hysteresis
+        self._overflows_left = hysteresis  # until one divides the scale
         self._has_overflow = False
         # A delayed check leaves its findings here for the next one.
         self._check_is_delayed = False
         self._overflow_bufs: dict[torch.device, Tensor] = {}
+        self._meshes: dict[Any, None] = {}  # over which the gradients are spread, in order
 
     def loss_scale(self) -> float:
         """The factor by which the next loss is multiplied."""
@@ -114,6 +130,7 @@ class LossScaler:
         scale = self._loss_scale if scale_override is None else scale_override
         if scale == 1.0 and models_are_masters and not self.dynamic:
             return
+        self._meshes.update(dict.fromkeys(meshes_of(model_grads)))
         scale_lists(model_grads, master_grads, self.overflow_buf, 1.0 / scale)
 
     def unscale_with_stashed(
@@ -135,6 +152,7 @@ class LossScaler:
             return
         grad, stash, out = scale_override or (self._loss_scale, 1.0, 1.0)
         factors = out / grad, out / stash
+        self._meshes.update(dict.fromkeys(meshes_of(model_grads)))
         axpby_lists(model_grads, stashed_master_grads, master_grads, self.overflow_buf, *factors)
 
     def clear_overflow_state(self) -> None:
@@ -152,14 +170,19 @@ class LossScaler:
         never skips.
         """
         self._check_is_delayed = False
+        if self.dynamic and self._meshes:  # what one process found in its shards counts for all
+            share_flags(self._overflow_bufs.values(), self._meshes)
         if self.dynamic and not self._has_overflow:
             self._has_overflow = any(b.item() != 0 for b in self._overflow_bufs.values())
         should_skip = self._has_overflow and self.dynamic
         if should_skip:
-            smaller = self._loss_scale / self._scale_factor
-            self._loss_scale = max(smaller, self._min_loss_scale or 0.0)
+            self._overflows_left = max(self._overflows_left - 1, 0)
+            if self._overflows_left == 0:
+                smaller = self._loss_scale / self._scale_factor
+                self._loss_scale = max(smaller, self._min_loss_scale or 0.0)
             self._unskipped = 0
         else:
+            self._overflows_left = self._hysteresis
             self._unskipped += 1
         if self._unskipped == self._scale_seq_len and self.dynamic:
             larger = self._loss_scale * self._scale_factor

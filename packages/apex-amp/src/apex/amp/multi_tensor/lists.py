@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from .._sharding import local_tensors
 from . import axpby, scale, scale_
 
 # Returns the int32 [1] tensor on a device that is set to 1 where an inf or NaN is found.
 FlagOf = Callable[[torch.device], Tensor]
+_DTYPE = operator.attrgetter("dtype")
 Copies = list[tuple[Tensor, Tensor]]  # (output, dense copy that was written instead)
 
 
@@ -21,16 +24,19 @@ def scale_lists(
 
     Args:
         inputs, outputs: lists of one length, which may be one list; shapes agree by index. dtypes
-            and devices may differ between indices, dtypes and memory layouts also within one.
+            and devices may differ between indices, dtypes and memory layouts also within one. Of
+            DTensors the shards of this process are meant.
         flag_of: where inf and NaN in ``inputs`` are noted.
         factor: see above.
     """
     copies: Copies = []
-    if inputs is outputs:
+    is_in_place = inputs is outputs
+    outputs = local_tensors(outputs)
+    if is_in_place:
         for (device, _), (tensors,) in _grouped([outputs], copies).items():
             scale_(tensors, flag_of(device), factor)
     else:
-        for (device, *_), (outs, xs) in _grouped([outputs, inputs], copies).items():
+        for (device, *_), (outs, xs) in _grouped([outputs, local_tensors(inputs)], copies).items():
             scale(xs, outs, flag_of(device), factor)
     _copy_back(copies)
 
@@ -51,7 +57,8 @@ def axpby_lists(
         a, b: factors.
     """
     copies: Copies = []
-    for (device, *_), (outs, xs_, ys_) in _grouped([outputs, xs, ys], copies).items():
+    lists = [local_tensors(tensors) for tensors in (outputs, xs, ys)]
+    for (device, *_), (outs, xs_, ys_) in _grouped(lists, copies).items():
         axpby(xs_, ys_, outs, flag_of(device), a, b, 0)
     _copy_back(copies)
 
@@ -82,14 +89,13 @@ def _grouped(
 
 
 def _is_uniform(lists: list[Sequence[Tensor]]) -> bool:
-    """Whether the lists can go to an op as they are: the usual case, so this loop is tight."""
-    device = lists[0][0].device
-    for tensors in lists:
-        dtype = tensors[0].dtype
-        for tensor in tensors:
-            if tensor.dtype is not dtype or tensor.device != device or not tensor.is_contiguous():
-                return False
-    return True
+    """Whether the lists can go to an op as they are: the usual case, so its loops are C's."""
+    devices = {index for tensors in lists for index in set(map(Tensor.get_device, tensors))}
+    return (
+        len(devices) == 1  # the index: -1 is the CPU, and there is one kind of accelerator
+        and all(len(set(map(_DTYPE, tensors))) == 1 for tensors in lists)
+        and all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists)
+    )
 
 
 def _same_layout(row: tuple[Tensor, ...], copies: Copies) -> tuple[Tensor, ...]:

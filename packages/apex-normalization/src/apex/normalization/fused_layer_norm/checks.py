@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .dtypes import FLOATING
 
@@ -19,7 +21,7 @@ def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     shape = tuple(normalized_shape)
-    if not shape or any(size < 1 for size in shape):
+    if not shape or min(shape) < 1:
         raise ValueError(
             f"normalized_shape must name at least one dimension, each of size 1 or more; "
             f"got {list(shape)}."
@@ -74,6 +76,26 @@ def check_operands(
             raise TypeError(
                 f"{name}: bias is {_dtype(bias)}, but weight is {_dtype(weight)}; cast one of them."
             )
+
+
+def check_recoverable(name: str, ctx: Any, weight: Tensor | None) -> None:
+    """Raise ValueError where an input cannot be recovered from the output: a weight is zero.
+
+    Weights on the CPU are looked at, when a gradient is wanted and nothing is being compiled. On a
+    GPU the host would have to wait for them.
+    """
+    if weight is None or torch.compiler.is_compiling():
+        return
+    if type(weight) not in (Tensor, nn.Parameter) or weight.device.type != "cpu":
+        return
+    if not any(ctx.needs_input_grad) or weight.all():
+        return
+    where = (weight == 0).nonzero()
+    raise ValueError(
+        f"{name}: weight{where[0].tolist()} is 0 ({len(where)} of {weight.numel()} are), which "
+        "leaves nothing of its input in the output: memory_efficient=True cannot recover it for "
+        "the backward. Use memory_efficient=False, or start from weights other than 0."
+    )
 
 
 def _check_parameter(name: str, argument: str, tensor: Tensor, x: Tensor, shape) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .apply import run
 from .checks import as_shape
 from .dtypes import statistics_dtype
 from .functions import (
@@ -16,7 +17,6 @@ from .functions import (
     FusedRMSNormAffineFunction,
     FusedRMSNormAffineMixedDtypesFunction,
     FusedRMSNormFunction,
-    run,
 )
 
 Shape = int | Sequence[int]
@@ -64,8 +64,10 @@ def fused_layer_norm_affine(
         memory_efficient: keep the output instead of the input for the backward, which saves memory
             where the next layer keeps the output anyhow. The input is recovered as
             ``(output - bias) / weight``; gradients then carry the output's rounding, times
-            ``|bias / weight|`` where that is large, and ``xhat`` counts as zero where ``weight`` is
-            zero: such a weight gets no gradient. Weights below ``eps`` are divided by ``eps``.
+            ``|bias / weight|`` where that is large. Where a weight is below ``eps``, ``xhat`` comes
+            out too small; where it is zero, nothing of it is left, which raises ValueError for
+            weights on the CPU (elsewhere, and in compiled code, it counts as zero: such a weight
+            gets no gradient).
 
     Returns:
         Shape and dtype of ``input``; contiguous. Under autocast everything is cast to the autocast
@@ -73,9 +75,10 @@ def fused_layer_norm_affine(
         float32). float64 stays float64.
 
     Raises:
-        ValueError: shapes or devices do not match, or ``eps`` is negative.
+        ValueError: shapes or devices do not match, ``eps`` is negative, or ``memory_efficient``
+            meets a weight of zero.
         TypeError: dtypes are not floating point or differ.
-        RuntimeError: the gradient is differentiated again, which is not supported.
+        RuntimeError: with ``memory_efficient``, the gradient is differentiated again.
 
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.

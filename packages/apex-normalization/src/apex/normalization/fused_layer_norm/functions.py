@@ -2,6 +2,7 @@
 
 They stay classes with an explicit ``memory_efficient`` argument of ``forward``: Megatron inspects
 its signature. Each validates its arguments, so ``apply`` is as safe as the functions are.
+``torch.func`` cannot transform such classes: for it each has ``plain``, the formula without fusion.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from . import plain
+from .checks import as_shape, check_operands, check_recoverable
 from .compute import Shape, layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
-from .dtypes import contiguous
 
 
 class _NoSecondDerivative(Function):
@@ -31,22 +33,14 @@ class _NoSecondDerivative(Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(
-            f"{ctx.name}: the gradient cannot be differentiated again. Use "
-            "torch.nn.functional.layer_norm or manual_rms_norm where a second derivative is needed."
+            f"{ctx.name}: with memory_efficient=True the gradient cannot be differentiated again, "
+            "because the input is not kept. Use memory_efficient=False where a second derivative "
+            "is needed."
         )
 
 
-def run(function: type[Function], *arguments: Any) -> Tensor:
-    """Apply ``function``; without gradients call its forward, which takes half as long."""
-    if torch.is_grad_enabled():
-        return function.apply(*arguments)
-    return function.forward(None, *arguments)
-
-
-def _differentiate(ctx: Any, compute: Any, dy: Tensor, *options: bool):
-    """Return compute's gradients; with create_graph, ones that refuse a second derivative."""
-    if not torch.is_grad_enabled():
-        return compute(ctx, dy, *options)
+def _refusing(ctx: Any, compute: Any, dy: Tensor, *options: bool):
+    """Return compute's gradients, which refuse a second derivative."""
     with torch.no_grad():
         grads = compute(ctx, dy, *options)
     return _NoSecondDerivative.apply(ctx.name, len(grads), *grads, dy, *ctx.saved_tensors)
@@ -62,18 +56,30 @@ def _layer_norm(
     ctx.name, ctx.shape, ctx.eps, ctx.x_dtype = name, shape, eps, x.dtype
     ctx.memory_efficient, ctx.has_bias = memory_efficient, bias is not None
     if memory_efficient:
+        check_recoverable(name, ctx, weight)
         ctx.save_for_backward(y, weight, bias, None, rstd)
     else:
-        ctx.save_for_backward(contiguous(x), weight, None, mean, rstd)
+        ctx.save_for_backward(x, weight, None, mean, rstd)
     return y
 
 
-def _layer_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
-    """Return dx, dweight and dbias; the latter None where not wanted."""
+def _fused_layer_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
     dx, dweight, dbias = layer_norm_gradients(
         dy, *ctx.saved_tensors, ctx.shape, ctx.eps, ctx.x_dtype, ctx.memory_efficient, weight_grads
     )
     return dx, dweight, dbias if ctx.has_bias else None
+
+
+def _layer_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
+    """Return dx, dweight and dbias, the latter None where not wanted; plain with create_graph."""
+    if not torch.is_grad_enabled():
+        return _fused_layer_norm_grads(ctx, dy, weight_grads)
+    if ctx.memory_efficient:
+        return _refusing(ctx, _fused_layer_norm_grads, dy, weight_grads)
+    x, weight = ctx.saved_tensors[:2]
+    dims = len(as_shape(ctx.shape))
+    dx, dweight, dbias = plain.layer_norm_gradients(dy, x, weight, dims, ctx.eps)
+    return dx, dweight if weight_grads else None, dbias if weight_grads and ctx.has_bias else None
 
 
 def _rms_norm(
@@ -85,15 +91,42 @@ def _rms_norm(
         return y
     ctx.name, ctx.shape, ctx.eps, ctx.x_dtype = name, shape, eps, x.dtype
     ctx.memory_efficient = memory_efficient
-    ctx.save_for_backward(y if memory_efficient else contiguous(x), weight, rstd)
+    if memory_efficient:
+        check_recoverable(name, ctx, weight)
+    ctx.save_for_backward(y if memory_efficient else x, weight, rstd)
     return y
 
 
-def _rms_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
-    """Return dx and dweight; the latter None where not wanted."""
+def _fused_rms_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
     return rms_norm_gradients(
         dy, *ctx.saved_tensors, ctx.shape, ctx.eps, ctx.x_dtype, ctx.memory_efficient, weight_grads
     )
+
+
+def _rms_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
+    """Return dx and dweight, the latter None where not wanted; plain with create_graph."""
+    if not torch.is_grad_enabled():
+        return _fused_rms_norm_grads(ctx, dy, weight_grads)
+    if ctx.memory_efficient:
+        return _refusing(ctx, _fused_rms_norm_grads, dy, weight_grads)
+    x, weight = ctx.saved_tensors[:2]
+    dx, dweight = plain.rms_norm_gradients(dy, x, weight, len(as_shape(ctx.shape)), ctx.eps)
+    return dx, dweight if weight_grads else None
+
+
+def _plain_layer_norm(name: str, x: Tensor, weight, bias, shape: Shape, eps: float, mixed: bool):
+    shape = as_shape(shape)
+    check_operands(name, x, weight, bias, shape, eps, mixed)
+    dtype = x.dtype if weight is None else weight.dtype
+    return plain.layer_norm(x, weight, bias, len(shape), eps, dtype)[0]
+
+
+def _plain_rms_norm(name: str, x: Tensor, weight, shape: Shape, eps: float, mixed: bool):
+    shape = as_shape(shape)
+    check_operands(name, x, weight, None, shape, eps, mixed)
+    return plain.rms_norm(x, weight, len(shape), eps, x.dtype if weight is None else weight.dtype)[
+        0
+    ]
 
 
 class FusedLayerNormAffineFunction(Function):
@@ -114,9 +147,15 @@ class FusedLayerNormAffineFunction(Function):
         )
 
     @staticmethod
+    def plain(input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return _plain_layer_norm(
+            "fused_layer_norm_affine", input, weight, bias, normalized_shape, eps, False
+        )
+
+    @staticmethod
     def backward(ctx, grad_output):
         wanted = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        return *_differentiate(ctx, _layer_norm_grads, grad_output, wanted), None, None, None
+        return *_layer_norm_grads(ctx, grad_output, wanted), None, None, None
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -134,6 +173,12 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
             eps,
             memory_efficient,
             mixed=True,
+        )
+
+    @staticmethod
+    def plain(input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return _plain_layer_norm(
+            "mixed_dtype_fused_layer_norm_affine", input, weight, bias, normalized_shape, eps, True
         )
 
 
@@ -155,8 +200,14 @@ class FusedLayerNormFunction(Function):
         )
 
     @staticmethod
+    def plain(input, normalized_shape, eps, memory_efficient=False):
+        return _plain_layer_norm(
+            "fused_layer_norm", input, None, None, normalized_shape, eps, False
+        )
+
+    @staticmethod
     def backward(ctx, grad_output):
-        return _differentiate(ctx, _layer_norm_grads, grad_output, False)[0], None, None, None
+        return _layer_norm_grads(ctx, grad_output, False)[0], None, None, None
 
 
 class FusedRMSNormAffineFunction(Function):
@@ -176,9 +227,13 @@ class FusedRMSNormAffineFunction(Function):
         )
 
     @staticmethod
+    def plain(input, weight, normalized_shape, eps, memory_efficient=False):
+        return _plain_rms_norm("fused_rms_norm_affine", input, weight, normalized_shape, eps, False)
+
+    @staticmethod
     def backward(ctx, grad_output):
         wanted = ctx.needs_input_grad[1]
-        return *_differentiate(ctx, _rms_norm_grads, grad_output, wanted), None, None, None
+        return *_rms_norm_grads(ctx, grad_output, wanted), None, None, None
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -195,6 +250,12 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
             eps,
             memory_efficient,
             mixed=True,
+        )
+
+    @staticmethod
+    def plain(input, weight, normalized_shape, eps, memory_efficient=False):
+        return _plain_rms_norm(
+            "mixed_dtype_fused_rms_norm_affine", input, weight, normalized_shape, eps, True
         )
 
 
@@ -215,5 +276,9 @@ class FusedRMSNormFunction(Function):
         )
 
     @staticmethod
+    def plain(input, normalized_shape, eps, memory_efficient=False):
+        return _plain_rms_norm("fused_rms_norm", input, None, normalized_shape, eps, False)
+
+    @staticmethod
     def backward(ctx, grad_output):
-        return _differentiate(ctx, _rms_norm_grads, grad_output, False)[0], None, None, None
+        return _rms_norm_grads(ctx, grad_output, False)[0], None, None, None

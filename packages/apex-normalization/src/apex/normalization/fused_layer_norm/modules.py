@@ -25,19 +25,31 @@ Shape = int | Sequence[int]
 class _Norm(nn.Module):
     """What layer and RMS normalization share: shape, eps, options and the weight."""
 
-    def __init__(self, normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype):
+    def __init__(
+        self,
+        normalized_shape,
+        eps,
+        elementwise_affine,
+        memory_efficient,
+        sequence_parallel_enabled,
+        device,
+        dtype,
+    ):
         super().__init__()
         check_eps(type(self).__name__, eps)
         self.normalized_shape = torch.Size(as_shape(normalized_shape))
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
+        self.sequence_parallel_enabled = sequence_parallel_enabled
         self._add_parameter("weight", elementwise_affine, device, dtype)
 
     def _add_parameter(self, name: str, exists: bool, device, dtype) -> None:
         parameter = None
         if exists:
             parameter = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+            # Megatron sums gradients of parameters with this mark over the tensor-parallel group.
+            parameter.sequence_parallel_enabled = self.sequence_parallel_enabled
         self.register_parameter(name, parameter)
 
     def extra_repr(self) -> str:
@@ -60,6 +72,9 @@ class FusedLayerNorm(_Norm):
         memory_efficient: keep the output instead of the input for the backward; see
             :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine` for what it loses.
         bias: whether there is a bias beside the weight.
+        sequence_parallel_enabled: the attribute of this name of weight and bias, by which trainers
+            such as Megatron's know parameters whose gradients are to be summed over the
+            tensor-parallel group, because every process normalizes a part of the sequence.
         device, dtype: of the parameters.
 
     Shape and dtype:
@@ -91,10 +106,19 @@ class FusedLayerNorm(_Norm):
         memory_efficient: bool = False,
         *,
         bias: bool = True,
+        sequence_parallel_enabled: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype)
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            memory_efficient,
+            sequence_parallel_enabled,
+            device,
+            dtype,
+        )
         self._add_parameter("bias", elementwise_affine and bias, device, dtype)
         self.reset_parameters()
 
@@ -136,10 +160,19 @@ class FusedRMSNorm(_Norm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
         *,
+        sequence_parallel_enabled: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, memory_efficient, device, dtype)
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            memory_efficient,
+            sequence_parallel_enabled,
+            device,
+            dtype,
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -164,7 +197,8 @@ def _mixed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
                 f"{name} has a weight by definition: its result takes the weight's dtype. For "
                 f"elementwise_affine=False use {name.removeprefix('Mixed')}."
             )
-    known = {key: options[key] for key in ("bias", "device", "dtype") if key in options}
+    meant = ("bias", "device", "dtype", "sequence_parallel_enabled")
+    known = {key: options[key] for key in meant if key in options}
     ignored = sorted(options.keys() - known.keys() - {"elementwise_affine"})
     if ignored:
         warnings.warn(f"{name}: ignored the keywords {', '.join(ignored)}.", stacklevel=3)

@@ -1,0 +1,118 @@
+"""What ``FP16_Optimizer`` does to parameters and gradients."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .fp16_optimizer import FP16_Optimizer
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def add_masters(self: FP16_Optimizer) -> None:
+    """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
+
+    Raises:
+        TypeError: a parameter that needs gradients is of another dtype; nothing is changed then.
+    """
+    _check_dtypes(self)
+    self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups = [], [], []
+    for group in self.optimizer.param_groups:
+        fp16, from_fp16, from_fp32 = [], [], []
+        for i, param in enumerate(group["params"]):
+            if not param.requires_grad:
+                continue
+            if param.dtype not in _HALVES:
+                from_fp32.append(param)
+                continue
+            master = param.detach().float().requires_grad_()
+            fp16.append(param)
+            from_fp16.append(master)
+            group["params"][i] = master
+            if param in self.optimizer.state:
+                self.optimizer.state[master] = self.optimizer.state.pop(param)
+            param.grad = None
+        for param in from_fp32:
+            param.grad = None
+        self.fp16_groups.append(fp16)
+        self.fp32_from_fp16_groups.append(from_fp16)
+        self.fp32_from_fp32_groups.append(from_fp32)
+    self.all_fp16_params = list(chain(*self.fp16_groups))
+    self.all_fp32_from_fp16_params = list(chain(*self.fp32_from_fp16_groups))
+    self.all_fp32_from_fp32_params = list(chain(*self.fp32_from_fp32_groups))
+    if self.optimizer.state:  # in the dtype of the parameters, which has changed
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+
+def _check_dtypes(self: FP16_Optimizer) -> None:
+    for g, group in enumerate(self.optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            if param.requires_grad and param.dtype not in (*_HALVES, torch.float32):
+                raise TypeError(
+                    f"FP16_Optimizer: param_groups[{g}]['params'][{i}] is {param.dtype} on "
+                    f"{param.device}; expected float16, bfloat16 or float32."
+                )
+
+
+def clear_grads(self: FP16_Optimizer, drop: bool) -> None:
+    """Zero or drop the gradients of all that the optimizer steps on, and of the model."""
+    own = [param for group in self.optimizer.param_groups for param in group["params"]]
+    for param in (*own, *self.all_fp16_params):
+        if drop:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.detach_().zero_()
+
+
+@torch.no_grad()
+def rescale_grads(self: FP16_Optimizer) -> None:
+    """Bring gradients of earlier passes to the scale of the next one, which adds to them.
+
+    Those of float32 parameters have been unscaled in place, and the loss scale may have changed.
+    """
+    scale = self.loss_scale
+    _multiply(self.all_fp16_params, scale / self._model_grads_scale)
+    _multiply(self.all_fp32_from_fp32_params, scale / self._fp32_grads_scale)
+    self._model_grads_scale = self._fp32_grads_scale = scale
+
+
+@torch.no_grad()
+def unscale_grads(self: FP16_Optimizer) -> None:
+    """Write the masters' gradients, unscale those of float32 parameters in place."""
+    grads, master_grads = [], []
+    for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
+        if param.grad is None:
+            master.grad = None
+            continue
+        if master.grad is None:
+            master.grad = torch.empty_like(master)
+        grads.append(param.grad if param.grad.layout is torch.strided else param.grad.to_dense())
+        master_grads.append(master.grad)
+    if grads:
+        self.loss_scaler.unscale(grads, master_grads, scale_override=self._model_grads_scale)
+    own = [_dense_part(p) for p in self.all_fp32_from_fp32_params if p.grad is not None]
+    if own:
+        # With a dynamic scale they are tested for inf and NaN even if there is nothing to unscale.
+        scale = self._fp32_grads_scale
+        self.loss_scaler.unscale(own, own, models_are_masters=True, scale_override=scale)
+    self._fp32_grads_scale = 1.0
+
+
+def _multiply(params: list[Tensor], factor: float) -> None:
+    if factor != 1.0:
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+
+def _dense_part(param: Tensor) -> Tensor:
+    """The dense tensor that holds the gradient's numbers."""
+    if not param.grad.is_sparse:
+        return param.grad
+    param.grad = param.grad.coalesce()
+    return param.grad.values()

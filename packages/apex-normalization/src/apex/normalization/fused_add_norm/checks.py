@@ -1,0 +1,44 @@
+"""Checks of what users pass to the fused add-and-normalize ops; failures name the argument."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..fused_layer_norm.checks import check_operands
+
+
+def check_add_operands(
+    name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> None:
+    """Check the operands of one sum and its normalization.
+
+    Raises:
+        TypeError: something is no floating-point tensor, or float64 meets another dtype.
+        ValueError: shapes or devices do not go together, or eps is out of range.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: weight must be a tensor, got {type(weight).__name__}.")
+    if not weight.dim():
+        raise ValueError(
+            f"{name}: weight must have the shape of the dimensions that are normalized together; "
+            "got one without dimensions."
+        )
+    check_operands(name, x, weight, bias, tuple(weight.shape), eps, mixed=True)
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"{name}: residual must be a tensor, got {type(residual).__name__}.")
+    if residual.shape != x.shape or residual.device != x.device:
+        raise ValueError(
+            f"{name}: residual must have the shape and device of x, which is {list(x.shape)} on "
+            f"{x.device}; got {list(residual.shape)} on {residual.device}."
+        )
+    dtypes = {t.dtype for t in (x, residual, weight)}
+    if not residual.is_floating_point() or (torch.float64 in dtypes and len(dtypes) > 1):
+        got = ", ".join(
+            f"{argument} {str(t.dtype).removeprefix('torch.')}"
+            for argument, t in (("x", x), ("residual", residual), ("weight", weight))
+        )
+        raise TypeError(
+            f"{name}: x, residual and weight must be floating point, and all of them float64 where "
+            f"one is; got {got}. Cast what differs."
+        )

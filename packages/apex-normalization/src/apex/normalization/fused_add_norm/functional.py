@@ -1,0 +1,105 @@
+"""Residual connection and normalization as functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..fused_layer_norm.apply import is_dtensor
+from .functions import FusedAddLayerNormFunction, FusedAddRMSNormFunction
+
+
+def fused_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    prenorm: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Layer normalization of a residual connection's sum, in one pass over memory.
+
+    .. math::
+        s = x + \mathrm{residual}, \qquad
+        y = \frac{s - \mathrm{mean}(s)}{\sqrt{\mathrm{var}(s) + \epsilon}} \, w + b
+
+    The sum is rounded to its dtype first; ``y`` is the normalization of what is stored, so that
+    the two steps by themselves give the same. The backward reads the sum, not its terms, and adds
+    the gradient of ``s`` in the same pass.
+
+    Args:
+        x: ``[..., *weight.shape]``, what a layer returned.
+        residual: shape and device of ``x``; the stream that it is added to. It may be float32
+            beside a 16-bit ``x``.
+        weight: sizes of the dimensions that are normalized together. Any dtype but float64, and
+            float64 for float64 ``x``.
+        bias: like ``weight``, or None for zero.
+        eps: added to the biased variance, in units of ``s ** 2``; ``>= 0``.
+        prenorm: return the sum, too: the residual of the next layer.
+
+    Returns:
+        ``y``, shape and dtype of ``x``; with ``prenorm`` ``(y, s)``, where ``s`` has the wider
+        dtype of ``x`` and ``residual`` (float32 for float16 and bfloat16). Both contiguous.
+        Autocast changes nothing here.
+
+    Raises:
+        TypeError: something is not floating point, or float64 meets another dtype.
+        ValueError: shapes or devices do not match, or ``eps`` is negative.
+
+    Source:
+        Ba, Kiros & Hinton, *Layer Normalization*, 2016, equations 3 and 4.
+
+    Example:
+        >>> x, residual = torch.randn(2, 4, 64).unbind()
+        >>> y, residual = fused_add_layer_norm(x, residual, torch.ones(64), prenorm=True)
+        >>> y.shape
+        torch.Size([4, 64])
+    """
+    y, total = _run(FusedAddLayerNormFunction, x, residual, weight, bias, eps)
+    return (y, total) if prenorm else y
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, prenorm: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""RMS normalization of a residual connection's sum, in one pass over memory.
+
+    .. math::
+        s = x + \mathrm{residual}, \qquad y = \frac{s}{\sqrt{\mathrm{mean}(s^2) + \epsilon}} \, w
+
+    Arguments, results and errors are those of :func:`fused_add_layer_norm`, without a bias.
+
+    Source:
+        Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
+    """
+    y, total = _run(FusedAddRMSNormFunction, x, residual, weight, eps)
+    return (y, total) if prenorm else y
+
+
+def _run(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any):
+    """Return y and the sum: fused, shard by shard, or under ``torch.func`` by plain PyTorch."""
+    if type(x) is not Tensor and is_dtensor(x):
+        return _run_on_shards(function, x, residual, *arguments)
+    if not torch.is_grad_enabled():
+        return function.forward(None, x, residual, *arguments)
+    try:
+        return function.apply(x, residual, *arguments)
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+    return function.plain(x, residual, *arguments)
+
+
+def _run_on_shards(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any):
+    from ..fused_layer_norm.sharded import on_local_rows
+
+    *parameters, eps = arguments
+
+    def on_shard(rows, parameters):
+        return _run(function, *rows, *parameters, eps)
+
+    return on_local_rows(on_shard, [x, residual], parameters, parameters[0].dim())

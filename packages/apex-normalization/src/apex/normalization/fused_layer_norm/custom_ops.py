@@ -1,0 +1,170 @@
+"""The operators ``torch.ops.apex.fused_*``, under the names and schemas that Apex registers.
+
+Thin: autograd and checks in Python around the operators of ``ops.py``, which cost less a call. Each
+has a fake kernel and, if it is a forward, a gradient, which cannot be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import compute
+from .checks import check_recoverable
+
+_library = torch.library.Library("apex", "FRAGMENT")
+_LAYER = "Tensor weight, Tensor? bias, "
+_RMS = "Tensor weight, "
+_END = "int[] normalized_shape, float eps, bool memory_efficient=False"
+
+
+def _forward(name: str, parameters: str, returns: str):
+    """Define ``apex::name`` from the decorated function, which serves real and fake tensors."""
+    return _define(f"{name}(Tensor input, {parameters}{_END}) -> {returns}")
+
+
+def _backward(name: str, statistics: str, parameters: str, returns: str):
+    return _define(
+        f"{name}(Tensor grad_output, {statistics}, Tensor input_or_output, int[] normalized_shape,"
+        f" {parameters}float eps, bool memory_efficient=False) -> {returns}"
+    )
+
+
+def _define(schema: str) -> Callable[[Callable[..., Any]], Any]:
+    name = schema.partition("(")[0]
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        _library.define(schema)
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        # The function calls operators that have fake kernels.
+        torch.library.register_fake(f"apex::{name}", function, lib=_library)
+        overload = getattr(torch.ops.apex, name).default
+        overload.__doc__ = function.__doc__
+        return overload
+
+    return decorate
+
+
+@_backward(
+    "fused_layer_norm_affine_bwd", "Tensor? mean, Tensor invvar", _LAYER, "(Tensor, Tensor, Tensor)"
+)
+def fused_layer_norm_affine_bwd(
+    grad_output, mean, invvar, input_or_output, normalized_shape, weight, bias, eps,
+    memory_efficient=False,
+):  # fmt: skip
+    """Return dx in the saved tensor's dtype, and dweight and dbias in ``grad_output``'s."""
+    return compute.layer_norm_gradients(
+        grad_output, input_or_output, weight, bias, mean, invvar, normalized_shape, eps,
+        input_or_output.dtype, memory_efficient, True,
+    )  # fmt: skip
+
+
+@_backward("fused_layer_norm_bwd", "Tensor? mean, Tensor invvar", "", "Tensor")
+def fused_layer_norm_bwd(
+    grad_output, mean, invvar, input_or_output, normalized_shape, eps, memory_efficient=False
+):
+    """Return dx."""
+    return compute.layer_norm_gradients(
+        grad_output, input_or_output, None, None, mean, invvar, normalized_shape, eps,
+        input_or_output.dtype, memory_efficient, False,
+    )[0]  # fmt: skip
+
+
+@_backward("fused_rms_norm_affine_bwd", "Tensor invvar", _RMS, "(Tensor, Tensor)")
+def fused_rms_norm_affine_bwd(
+    grad_output, invvar, input_or_output, normalized_shape, weight, eps, memory_efficient=False
+):
+    """Return dx in the saved tensor's dtype, and dweight in ``grad_output``'s."""
+    return compute.rms_norm_gradients(
+        grad_output, input_or_output, weight, invvar, normalized_shape, eps, input_or_output.dtype,
+        memory_efficient, True,
+    )  # fmt: skip
+
+
+@_backward("fused_rms_norm_bwd", "Tensor invvar", "", "Tensor")
+def fused_rms_norm_bwd(
+    grad_output, invvar, input_or_output, normalized_shape, eps, memory_efficient=False
+):
+    """Return dx."""
+    return compute.rms_norm_gradients(
+        grad_output, input_or_output, None, invvar, normalized_shape, eps, input_or_output.dtype,
+        memory_efficient, False,
+    )[0]  # fmt: skip
+
+
+def _layer_forward(name: str, mixed: bool) -> Any:
+    def forward(input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        """Return output, mean and invvar, which is ``1 / sqrt(var + eps)``."""
+        return compute.layer_norm(name, input, weight, bias, normalized_shape, eps, mixed)
+
+    return _forward(f"{name}_fwd", _LAYER, "(Tensor, Tensor, Tensor)")(forward)
+
+
+def _rms_forward(name: str, mixed: bool) -> Any:
+    def forward(input, weight, normalized_shape, eps, memory_efficient=False):
+        """Return output and invvar, which is ``1 / sqrt(mean(input ** 2) + eps)``."""
+        return compute.rms_norm(name, input, weight, normalized_shape, eps, mixed)
+
+    return _forward(f"{name}_fwd", _RMS, "(Tensor, Tensor)")(forward)
+
+
+fused_layer_norm_affine_fwd = _layer_forward("fused_layer_norm_affine", mixed=False)
+fused_layer_norm_affine_mixed_dtypes_fwd = _layer_forward(
+    "fused_layer_norm_affine_mixed_dtypes", mixed=True
+)
+fused_rms_norm_affine_fwd = _rms_forward("fused_rms_norm_affine", mixed=False)
+fused_rms_norm_affine_mixed_dtypes_fwd = _rms_forward(
+    "fused_rms_norm_affine_mixed_dtypes", mixed=True
+)
+
+
+@_forward("fused_layer_norm_fwd", "", "(Tensor, Tensor, Tensor)")
+def fused_layer_norm_fwd(input, normalized_shape, eps, memory_efficient=False):
+    """Return output, mean and invvar, which is ``1 / sqrt(var + eps)``."""
+    return compute.layer_norm("fused_layer_norm", input, None, None, normalized_shape, eps, False)
+
+
+@_forward("fused_rms_norm_fwd", "", "(Tensor, Tensor)")
+def fused_rms_norm_fwd(input, normalized_shape, eps, memory_efficient=False):
+    """Return output and invvar, which is ``1 / sqrt(mean(input ** 2) + eps)``."""
+    return compute.rms_norm("fused_rms_norm", input, None, normalized_shape, eps, False)
+
+
+def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: bool) -> None:
+    """Differentiate ``forward`` with respect to the input and ``parameters`` by ``backward``."""
+
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+        x, *weights = inputs[: 1 + parameters]
+        ctx.shape, ctx.eps, ctx.efficient = inputs[1 + parameters :][:3]
+        ctx.x_dtype = x.dtype
+        if ctx.efficient:
+            check_recoverable(forward.name(), ctx, weights[0] if weights else None)
+        y, *statistics = output
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y if ctx.efficient else x, *weights, *statistics)
+
+    def gradient(ctx: Any, dy: Tensor | None, *_: Any):
+        rest = (None,) * 3
+        if dy is None:
+            return *(None,) * (1 + parameters), *rest
+        saved, *tensors = ctx.saved_tensors
+        weights, statistics = tensors[:parameters], tensors[parameters:]
+        if has_mean and ctx.efficient:
+            statistics[0] = None
+        grads = backward(dy, *statistics, saved, ctx.shape, *weights, ctx.eps, ctx.efficient)
+        dx, *dweights = grads if parameters else [grads]
+        dweights = [d if w is not None else None for d, w in zip(dweights, weights, strict=True)]
+        return dx.to(ctx.x_dtype), *dweights, *rest
+
+    torch.library.register_autograd(forward, gradient, setup_context=setup_context, lib=_library)
+
+
+for _op in (fused_layer_norm_affine_fwd, fused_layer_norm_affine_mixed_dtypes_fwd):
+    _register_gradient(_op, fused_layer_norm_affine_bwd, parameters=2, has_mean=True)
+for _op in (fused_rms_norm_affine_fwd, fused_rms_norm_affine_mixed_dtypes_fwd):
+    _register_gradient(_op, fused_rms_norm_affine_bwd, parameters=1, has_mean=False)
+_register_gradient(fused_layer_norm_fwd, fused_layer_norm_bwd, parameters=0, has_mean=True)
+_register_gradient(fused_rms_norm_fwd, fused_rms_norm_bwd, parameters=0, has_mean=False)

@@ -1,0 +1,202 @@
+"""``from_torch``: puts fused normalization in the place of a model's own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .fused_layer_norm import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+    plain,
+)
+from .fused_layer_norm.dtypes import FLOATING, statistics_dtype
+
+_LOOKS_LIKE_A_NORM = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
+# Attributes under which RMS norms keep their eps: Llama's and T5's, Gemma's and others', Flax's.
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+
+
+class _NotSwapped(Exception):
+    """Says why a module stays."""
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """What :func:`from_torch` did.
+
+    Attributes:
+        model: the model; a new module only where the model itself was a norm.
+        swapped: the name of each module that was replaced, and the class it had.
+        kept: the name of each norm that was not replaced, and why.
+    """
+
+    model: nn.Module
+    swapped: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"swapped {len(self.swapped)}, kept {len(self.kept)}"]
+        lines += [f"  swapped {name or '(root)'}: {old}" for name, old in self.swapped.items()]
+        lines += [f"  kept {name or '(root)'}: {reason}" for name, reason in self.kept.items()]
+        return "\n".join(lines)
+
+
+def from_torch(model: nn.Module, *, memory_efficient: bool = False, mixed: bool = False) -> Swaps:
+    """Replace a model's layer and RMS norms by fused ones, in place.
+
+    Replaced are :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm`, and modules of other
+    libraries that are RMS norms: whose class is called ``...RMSNorm`` or ``...LayerNorm``, which
+    have a one-dimensional ``weight``, an ``eps`` (or ``variance_epsilon``, ``epsilon``) and nothing
+    else, and which return ``x / sqrt(mean(x ** 2) + eps) * weight`` for a few rows of random
+    numbers (Gemma's, which multiplies by ``1 + weight``, does not). Parameters stay the same
+    objects: optimizers, ties between modules and ``requires_grad`` are untouched.
+
+    Not replaced are modules with a ``forward`` of their own, with hooks, or with parametrizations.
+
+    Args:
+        model: any module; the root may be a norm itself, see :attr:`Swaps.model`.
+        memory_efficient: of the new modules.
+        mixed: make the variants that take input of any dtype and return the weight's, where there
+            is a weight. Those without it take input in the weight's dtype, as torch's do.
+
+    Returns:
+        What was replaced, and what was not and why.
+
+    Note:
+        Under autocast the fused modules return the autocast dtype, torch's float32.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> print(from_torch(model))
+        swapped 1, kept 0
+          swapped 1: LayerNorm
+    """
+    swaps = Swaps(model)
+    made: dict[nn.Module, nn.Module] = {}  # a module that is used twice stays one
+
+    def replacement(name: str, module: nn.Module) -> nn.Module:
+        if not _looks_like_a_norm(module):
+            return module
+        try:
+            if module not in made:
+                made[module] = _fused(module, memory_efficient, mixed)
+        except _NotSwapped as reason:
+            swaps.kept[name] = f"{type(module).__name__} {reason}"
+            return module
+        swaps.swapped[name] = type(module).__name__
+        return made[module]
+
+    for prefix, parent in list(model.named_modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None:
+                new = replacement(f"{prefix}.{name}" if prefix else name, child)
+                if new is not child:
+                    setattr(parent, name, new)
+    root = replacement("", model)
+    return swaps if root is model else Swaps(root, swaps.swapped, swaps.kept)
+
+
+def _looks_like_a_norm(module: nn.Module) -> bool:
+    if isinstance(module, (FusedLayerNorm, FusedRMSNorm)):
+        return False
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return True
+    has_children = next(module.children(), None) is not None
+    return not has_children and bool(_LOOKS_LIKE_A_NORM.search(type(module).__name__))
+
+
+def _fused(module: nn.Module, memory_efficient: bool, mixed: bool) -> nn.Module:
+    """Return a fused module with the parameters and the mode of ``module``."""
+    _check_hooks(module)
+    if isinstance(module, nn.LayerNorm):
+        _check_torch(module, nn.LayerNorm, {"weight", "bias"})
+        kind, eps, shape = FusedLayerNorm, module.eps, module.normalized_shape
+    elif isinstance(module, nn.RMSNorm):
+        _check_torch(module, nn.RMSNorm, {"weight"})
+        kind, eps, shape = FusedRMSNorm, _eps_of_torch(module), module.normalized_shape
+    else:
+        eps = _check_rms_norm(module)
+        kind, shape = FusedRMSNorm, module.weight.shape
+    weight, bias = module.weight, getattr(module, "bias", None)
+    options = {"memory_efficient": memory_efficient, "device": "meta"}
+    if kind is FusedLayerNorm:
+        options["bias"] = bias is not None
+    if weight is None:
+        options["elementwise_affine"] = False
+    elif mixed:
+        kind = {FusedLayerNorm: MixedFusedLayerNorm, FusedRMSNorm: MixedFusedRMSNorm}[kind]
+    fused = kind(shape, eps, **options)
+    for name in ("weight", "bias"):
+        if getattr(fused, name, None) is not None:
+            setattr(fused, name, getattr(module, name))
+    # What its owner or its library noted on it, such as `variance_epsilon`.
+    vars(fused).update({k: v for k, v in vars(module).items() if k not in vars(fused)})
+    return fused.train(module.training)
+
+
+def _check_hooks(module: nn.Module) -> None:
+    hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    if hooks:
+        raise _NotSwapped("has hooks, which would be lost")
+
+
+def _check_torch(module: nn.Module, base: type[nn.Module], names: set[str]) -> None:
+    if type(module).forward is not base.forward:
+        raise _NotSwapped(f"has a forward of its own, not that of torch.nn.{base.__name__}")
+    if set(module._parameters) != names or module._modules or module._buffers:
+        raise _NotSwapped(f"has other parameters or modules than torch.nn.{base.__name__}")
+    if any(p is not None and p.dtype not in FLOATING for p in module.parameters()):
+        raise _NotSwapped("has parameters in a dtype that kernels do not take")
+
+
+def _eps_of_torch(module: nn.RMSNorm) -> float:
+    if module.eps is not None:
+        return module.eps
+    if module.weight is None:
+        raise _NotSwapped("has neither eps nor a weight whose dtype says what eps is; give it one")
+    return torch.finfo(statistics_dtype(module.weight.dtype)).eps
+
+
+def _check_rms_norm(module: nn.Module) -> float:
+    """Return the eps of a module that is an RMS norm by its parts and by what it computes."""
+    weight = getattr(module, "weight", None)
+    names = [name for name, p in module._parameters.items() if p is not None]
+    buffers = list(module.buffers())
+    if names != ["weight"] or buffers or weight.dim() != 1 or weight.dtype not in FLOATING:
+        raise _NotSwapped("has other parameters or buffers than a one-dimensional weight")
+    found = (getattr(module, name) for name in _EPS_NAMES if hasattr(module, name))
+    eps = next((e for e in found if isinstance(e, float)), None)
+    if eps is None:
+        raise _NotSwapped(f"has none of {', '.join(_EPS_NAMES)} as a float")
+    if weight.is_meta:
+        raise _NotSwapped("has its weight on the meta device, so that it cannot be tried out")
+    if not _computes_rms_norm(module, weight, eps):
+        raise _NotSwapped("computes something else than x / sqrt(mean(x ** 2) + eps) * weight")
+    return eps
+
+
+@torch.no_grad()
+def _computes_rms_norm(module: nn.Module, weight: Tensor, eps: float) -> bool:
+    """Try the module on random rows, one of them so small that eps counts, and random weights."""
+    generator = torch.Generator().manual_seed(0)
+    like = {"device": weight.device, "dtype": weight.dtype}
+    rows = torch.randn(3, weight.numel(), generator=generator) * torch.tensor(
+        [[1.0], [100.0], [max(eps, 1e-12) ** 0.5]]
+    )
+    x, trial = rows.to(**like), torch.randn(weight.numel(), generator=generator).to(**like)
+    try:
+        y = torch.func.functional_call(module, {"weight": trial}, (x,))
+    except Exception:  # whatever a forward of unknown arguments raises
+        return False
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        return False
+    expected, _ = plain.rms_norm(x.double(), trial.double(), 1, eps, torch.float64)
+    # Those that round after each operation do so four times.
+    unit = 4 * torch.finfo(weight.dtype).eps
+    return torch.allclose(y.double(), expected, rtol=unit, atol=unit * expected.abs().max().item())
