@@ -66,10 +66,10 @@ def compile_ops(ops: list[Op], target: Target, folder: Path, package: str) -> li
     record = folder / "resources.json"
     known = json.loads(record.read_text()) if record.is_file() else {}
     shows_evidence = os.environ.get("NVCC_APPEND_FLAGS") == ptxas.VERBOSE["NVCC_APPEND_FLAGS"]
-    for op in ops:
-        if target.backend == "cuda" and shows_evidence and not known.get(op.name):
+    for _, unit in units_of(ops):
+        if target.backend == "cuda" and shows_evidence and not known.get(unit):
             # An object of an earlier run that kept no figures would not be compiled again.
-            (folder / f"{op.name}.{target.name}.o").unlink(missing_ok=True)
+            (folder / f"{unit}.{target.name}.o").unlink(missing_ok=True)
     log = folder / "build.log"
     try:
         build(ops, [target], folder, package=package)
@@ -80,16 +80,21 @@ def compile_ops(ops: list[Op], target: Target, folder: Path, package: str) -> li
     return worth_reading(text)
 
 
+def units_of(ops: list[Op]) -> list[tuple[Op, str]]:
+    """Return what is compiled on its own, and the op that it is a part of."""
+    return [(op, op.unit_name(source)) for op in ops for source in op.sources]
+
+
 def evidence(ops: list[Op], folder: Path) -> dict[str, dict]:
-    """Return, by op, the resources and memory accesses of its kernels."""
+    """Return, by unit of compilation, the resources and memory accesses of its kernels."""
     known = json.loads((folder / "resources.json").read_text())
     return {
-        f"{folder.name}/{op.name}": {
+        f"{folder.name}/{unit}": {
             "op": op.name,
-            "resources": known[op.name],
-            "accesses": sass.of_library(folder / f"{op.name}.cuda.o", EVIDENCE_ARCH),
+            "resources": known[unit],
+            "accesses": sass.of_library(folder / f"{unit}.cuda.o", EVIDENCE_ARCH),
         }
-        for op in ops
+        for op, unit in units_of(ops)
     }
 
 
@@ -113,7 +118,7 @@ def judge(found: dict[str, dict]) -> list[str]:
 
 
 def table(found: dict[str, dict]) -> str:
-    """Return a row per op with its worst figures."""
+    """Return a row per unit with its worst figures."""
     title = f"op, {EVIDENCE_ARCH}"
     heads = ("kernels", "registers", "shared B", "spilled B", "16-byte loads", "and stores")
     lines = [f"{title:<44}" + "".join(f"{head:>15}" for head in heads)]

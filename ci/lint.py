@@ -78,7 +78,9 @@ def tier_of(path: Path) -> str | None:
     if parts[:3] == ("shared_csrc", "include", "apex"):
         return parts[3]
     if parts[0] == "packages" and parts[2] == "src":
-        return "op source" if path.suffix == ".cpp" else "op header"
+        # Where several sources register the ops of a folder, this header is a part of all of them.
+        is_source = path.suffix == ".cpp" or path.name == "registration.h"
+        return "op source" if is_source else "op header"
     return None
 
 

@@ -137,8 +137,11 @@ def test_an_object_without_figures_is_compiled_again(tmp_path, monkeypatch):
     """A first run that failed, or one before figures were kept, leaves objects but no figures."""
     folder = tmp_path / "package"
     folder.mkdir()
-    ops = [kernels.Op(name, tmp_path) for name in ("multi_tensor_scale", "fused_layer_norm")]
+    names = ("multi_tensor_scale", "fused_layer_norm")
+    ops = [kernels.Op(name, tmp_path / name) for name in names]
     for op in ops:
+        op.folder.mkdir()
+        op.source.touch()
         (folder / f"{op.name}.cuda.o").write_text("object")
     (folder / "resources.json").write_text(json.dumps({"fused_layer_norm": [{}]}))
 
@@ -156,3 +159,10 @@ def test_an_object_without_figures_is_compiled_again(tmp_path, monkeypatch):
         "fused_layer_norm": 1,
         "multi_tensor_scale": 2,
     }
+
+
+def test_every_source_of_an_op_is_a_unit(tmp_path):
+    for name in ("other", "my_op"):
+        (tmp_path / f"{name}.cpp").touch()
+    op = kernels.Op("my_op", tmp_path)
+    assert kernels.units_of([op]) == [(op, "my_op"), (op, "my_op.other")]

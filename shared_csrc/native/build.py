@@ -18,7 +18,10 @@ SHOWN_ERROR_LINES = 20
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A folder whose ``<name>.cpp`` registers the kernels of one or a few operators."""
+    """A folder whose ``<name>.cpp`` registers the kernels of one or a few operators.
+
+    Further .cpp files in it are compiled beside that one, where one would take too long.
+    """
 
     name: str
     folder: Path
@@ -26,6 +29,14 @@ class Op:
     @property
     def source(self) -> Path:
         return self.folder / f"{self.name}.cpp"
+
+    @property
+    def sources(self) -> list[Path]:
+        return sorted(self.folder.glob("*.cpp"), key=lambda path: path != self.source)
+
+    def unit_name(self, source: Path) -> str:
+        """What the object of one of the sources is called, before the target's name."""
+        return self.name if source == self.source else f"{self.name}.{source.stem}"
 
 
 def find_ops(source_root: Path) -> list[Op]:
@@ -135,12 +146,13 @@ def _write_ninja(ops: list[Op], targets: list[Target], folder: Path) -> None:
             lines += _emulator_rules()
             objects.append("emulator.o")
         for op in ops:
-            objects.append(f"{op.name}.{target.name}.o")
-            lines.append(
-                f"build {objects[-1]}: compile_{target.name} {_escape(op.source.resolve())}"
-            )
             flags = [f"-I{op.folder.resolve()}", *toolchain.path_flags(target, op.folder)]
-            lines.append(f"  op_flags = {' '.join(map(_escape, flags))}")
+            for source in op.sources:
+                objects.append(f"{op.unit_name(source)}.{target.name}.o")
+                lines += [
+                    f"build {objects[-1]}: compile_{target.name} {_escape(source.resolve())}",
+                    f"  op_flags = {' '.join(map(_escape, flags))}",
+                ]
         needs = f" | {stub}" if stub else ""
         lines += [f"build {target.name}.so: link_{target.name} {' '.join(objects)}{needs}", ""]
     (folder / "build.ninja").write_text("\n".join(lines))

@@ -1,14 +1,13 @@
 // Registers the layer and RMS normalization ops: checks, types and launch; the mathematics is in
 // layer_norm.h and rms_norm.h.
-#include <algorithm>
 #include <tuple>
-#include <vector>
 
 #include "apex/engine/colwise.h"
 #include "apex/engine/rowwise.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
+#include "apex/torch/like.h"
 #include "layer_norm.h"
 #include "rms_norm.h"
 
@@ -18,29 +17,6 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// A fresh contiguous tensor on the device of `like`. torch::stable::new_empty() finds its operator
-// by name at every call, which takes longer than normalizing a few rows.
-Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
-  }
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                  strides.data(), static_cast<int32_t>(dtype),
-                                                  device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
-Tensor empty_like(const Tensor& like, ScalarType dtype) {
-  auto sizes = like.sizes();
-  return empty(like, {sizes.begin(), sizes.end()}, dtype);
-}
-
 // Number of rows of `x` seen as [rows, columns], after the checks that make walking it safe.
 int64_t rows_of(const char* op, const char* name, const Tensor& x, int64_t columns) {
   check(columns > 0, op, ": columns must be positive, got ", columns, ".");
@@ -48,14 +24,6 @@ int64_t rows_of(const char* op, const char* name, const Tensor& x, int64_t colum
         " elements, which is no multiple of columns = ", columns, ".");
   check(x.is_contiguous(), op, ": ", name, " must be contiguous, got ", describe(x), ".");
   return x.numel() / columns;
-}
-
-void check_like(const char* op, const char* name, const Tensor& tensor, int64_t numel,
-                ScalarType dtype, const Tensor& x) {
-  check(tensor.numel() == numel && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
-            tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index(),
-        op, ": ", name, " must be contiguous, with ", numel, " elements of ", dtype_name(dtype),
-        " on the device of x; got ", describe(tensor), ", x is ", describe(x), ".");
 }
 
 // `readable` has at least `columns` elements of W, or there are no rows.

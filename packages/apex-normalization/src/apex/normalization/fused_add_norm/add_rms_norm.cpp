@@ -1,0 +1,60 @@
+// Registers the ops that add and RMS-normalize: checks and launch; the mathematics is in
+// add_rms_norm.h.
+#include <tuple>
+
+#include "add_rms_norm.h"
+#include "registration.h"
+
+namespace apex::normalization {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const Tensor& residual,
+                                                        const Tensor& weight, int64_t columns,
+                                                        double eps) {
+  Operands o("add_rms_norm_forward", x, residual, weight, columns);
+  Tensor y = empty_like(x, x.scalar_type()), sum = empty_like(x, residual.scalar_type());
+  Tensor rstd = o.statistics();
+  Context context(x);
+  o.dispatch([&]<class X, class S, class W>() {
+    using T = compute_t<X>;
+    rowwise(context, o.rows, columns,
+            AddRmsNormForward<X, S, W>{
+                data<X>(x, "x"), data<S>(residual, "residual"), data<W>(weight, "weight"),
+                data<X>(y, "y"), data<S>(sum, "sum"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
+  });
+  return {y, sum, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy,
+                                                         const OptionalTensor& dsum,
+                                                         const Tensor& sum, const Tensor& weight,
+                                                         const Tensor& rstd, int64_t columns,
+                                                         bool weight_grads) {
+  Operands o("add_rms_norm_backward", dy, sum, weight, columns);
+  o.check_statistics("rstd", rstd);
+  GradTensors grads(o, dsum);
+  Tensor dweight = empty(dy, {weight_grads ? columns : 0}, weight.scalar_type());
+  Context context(dy);
+  o.dispatch([&]<class X, class S, class W>() {
+    using T = compute_t<X>;
+    dispatch_bool(dsum.has_value(), [&]<bool kHasSumGrad>() {
+      using Program = AddRmsNormBackward<X, S, W, kHasSumGrad>;
+      run_backward(context, o, weight_grads,
+                   Program{data<X>(dy, "dy"), data<S>(sum, "sum"), data<W>(weight, "weight"),
+                           data<T>(rstd, "rstd"), grads.template pointers<X, S, kHasSumGrad>(),
+                           data<W>(dweight, "dweight")});
+    });
+  });
+  return {grads.dresidual, grads.dx, dweight};
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_normalization, m) {
+  m.impl("add_rms_norm_forward", TORCH_BOX(&add_rms_norm_forward));
+  m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::normalization

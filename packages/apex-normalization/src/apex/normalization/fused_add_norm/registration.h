@@ -1,0 +1,100 @@
+// What the ops of this folder check alike, and how they choose kernels for their dtypes.
+#pragma once
+
+#include <optional>
+
+#include "add.h"
+#include "apex/engine/colwise.h"
+#include "apex/engine/rowwise.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/like.h"
+
+namespace apex::normalization {
+inline namespace APEX_BACKEND_NS {
+
+using OptionalTensor = std::optional<Tensor>;
+
+inline ScalarType statistics_dtype(ScalarType x) {
+  return x == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// Calls body<X, S, W>(): one type for all; for 16-bit x also float32 weights, and float32 weights
+// with a float32 sum. Python casts other combinations to one of these.
+template <class Body>
+void dispatch_types(const char* op, ScalarType x, ScalarType sum, ScalarType weight, Body&& body) {
+  dispatch_floating(op, x, [&]<class X>() {
+    if (sum == x && weight == x) return body.template operator()<X, X, X>();
+    if constexpr (sizeof(X) == 2) {
+      bool float_weight = weight == ScalarType::Float;
+      if (float_weight && sum == x) return body.template operator()<X, X, float>();
+      if (float_weight && sum == weight) return body.template operator()<X, float, float>();
+    }
+    fail(op, ": no kernel for x in ", dtype_name(x), " with a sum in ", dtype_name(sum),
+         " and weight in ", dtype_name(weight), ".");
+  });
+}
+
+// What forward and backward of both normalizations check alike. `x` is dy in the backward, `sum`
+// the residual in the forward.
+struct Operands {
+  const char* op;
+  const Tensor &x, &sum, &weight;
+  int64_t columns;
+  int64_t rows = 0;
+
+  Operands(const char* op, const Tensor& x, const Tensor& sum, const Tensor& weight,
+           int64_t columns)
+      : op(op), x(x), sum(sum), weight(weight), columns(columns) {
+    check(columns > 0, op, ": columns must be positive, got ", columns, ".");
+    check(x.numel() % columns == 0, op, ": x has ", x.numel(),
+          " elements, which is no multiple of columns = ", columns, ".");
+    rows = x.numel() / columns;
+    check_like(op, "x", x, x.numel(), x.scalar_type(), x);
+    check_like(op, "residual or sum", sum, x.numel(), sum.scalar_type(), x);
+    check_like(op, "weight", weight, columns, weight.scalar_type(), x);
+  }
+  void check_statistics(const char* name, const Tensor& tensor) const {
+    check_like(op, name, tensor, rows, statistics_dtype(x.scalar_type()), x);
+  }
+  Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x.scalar_type())); }
+
+  template <class Body>
+  void dispatch(Body&& body) const {
+    dispatch_types(op, x.scalar_type(), sum.scalar_type(), weight.scalar_type(), body);
+  }
+};
+
+// Memory for the gradients of x and residual: one tensor where they have one dtype.
+struct GradTensors {
+  const OptionalTensor& dsum;
+  Tensor dresidual, dx;
+
+  GradTensors(const Operands& o, const OptionalTensor& dsum)
+      : dsum(dsum),
+        dresidual(empty_like(o.x, o.sum.scalar_type())),
+        dx(empty(o.x, {o.x.scalar_type() == o.sum.scalar_type() ? 0 : o.x.numel()},
+                 o.x.scalar_type())) {
+    if (dsum) check_like(o.op, "dsum", *dsum, o.x.numel(), o.sum.scalar_type(), o.x);
+  }
+  template <class X, class S, bool kHasSumGrad>
+  InputGrads<X, S, kHasSumGrad> pointers() const {
+    return {kHasSumGrad ? data<S>(*dsum, "dsum") : nullptr, data<S>(dresidual, "dresidual"),
+            data<X>(dx, "dx")};
+  }
+};
+
+// The inputs' gradients alone, or with the sums over rows in one pass.
+template <class Program>
+void run_backward(const Context& context, const Operands& o, bool weight_grads,
+                  const Program& program) {
+  if (weight_grads) {
+    rowwise_colwise(context, o.rows, o.columns, program);
+  } else {
+    rowwise(context, o.rows, o.columns, program);
+  }
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::normalization
