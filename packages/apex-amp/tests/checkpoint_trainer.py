@@ -131,10 +131,13 @@ def run_rank(job, rank):
 
 
 def serve():
+    # Gloo prints to what processes know as stdout, in some releases; answers have one of their own.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
     grads = [torch.ones(1)]
     LossScaler("dynamic").unscale(grads, grads)  # loads the kernels, for all that are forked
-    print("ready", flush=True)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         pids = []
@@ -143,9 +146,9 @@ def serve():
             if pid == 0:
                 run_rank(job, rank)
             pids.append(pid)
-        print(json.dumps(pids), flush=True)
+        print(json.dumps(pids), file=answers, flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(codes), flush=True)
+        print(json.dumps(codes), file=answers, flush=True)
 
 
 if __name__ == "__main__":

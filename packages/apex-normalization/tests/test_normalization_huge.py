@@ -1,22 +1,16 @@
-"""A matrix of more than 2^31 elements, most of which are the same few megabytes of memory.
+"""A matrix of more than 2^31 elements; what the operator returns is memory of its own, 4 GB."""
 
-A window of zeros is mapped over and over into one range of addresses; only the last megabyte is
-memory of its own. What the operator returns is memory: 4 GB.
-"""
-
-import ctypes
-import mmap
 import os
 
 import pytest
 import torch
 
 from apex.normalization.fused_layer_norm import ops
+from apex_testkit.huge import huge_zeros, needs_linux
 
 COLUMNS = 4096
 TAIL = 3  # rows that are not zero, beyond element 2^31
 ROWS = 2**31 // COLUMNS + TAIL
-WINDOW_BYTES, OWN_BYTES = 16 << 20, 1 << 20
 NEEDED_BYTES = 6 << 30
 EPS = 1e-5
 
@@ -27,49 +21,14 @@ def free_bytes():
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not hasattr(os, "memfd_create") or free_bytes() < NEEDED_BYTES,
-        reason="maps memory through memfd_create, which Linux has, and needs 6 GB",
-    ),
+    needs_linux,
+    pytest.mark.skipif(free_bytes() < NEEDED_BYTES, reason="needs 6 GB of free memory"),
 ]
-
-
-class Mapping:
-    """A range of addresses backed by a repeated window; unmapped with the object."""
-
-    def __init__(self, size):
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        arguments = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        self._libc.mmap.argtypes, self._libc.mmap.restype = arguments, ctypes.c_void_p
-        self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.address = self._map(None, self.size, anonymous, -1)
-        shared, window = self.size - OWN_BYTES, os.memfd_create("zeros")
-        os.ftruncate(window, WINDOW_BYTES)
-        for offset in range(0, shared, WINDOW_BYTES):
-            count = min(WINDOW_BYTES, shared - offset)
-            self._map(self.address + offset, count, mmap.MAP_SHARED | 0x10, window)  # MAP_FIXED
-        os.close(window)
-
-    def _map(self, address, size, flags, descriptor):
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        # Reserves nothing: only the pages that are touched become memory.
-        result = self._libc.mmap(address, size, access, flags | 0x4000, descriptor, 0)
-        assert result != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
-        return result
-
-    def __del__(self):
-        self._libc.munmap(self.address, self.size)
 
 
 def huge(tail):
     """A matrix of zeros whose last rows are ``tail``."""
-    count = ROWS * COLUMNS * tail.element_size()
-    mapping = Mapping(count)
-    buffer = (ctypes.c_char * count).from_address(mapping.address)
-    buffer.mapping = mapping  # lives as long as the tensor
-    matrix = torch.frombuffer(buffer, dtype=tail.dtype).view(ROWS, COLUMNS)
+    matrix = huge_zeros(ROWS * COLUMNS, tail.dtype).view(ROWS, COLUMNS)
     matrix[-TAIL:] = tail
     return matrix
 
