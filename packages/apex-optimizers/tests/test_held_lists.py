@@ -12,6 +12,7 @@ from apex.optimizers import FusedAdagrad, FusedSGD
 from apex.optimizers._held import MIN_TENSORS
 from apex.optimizers.fused_adagrad.optimizer import ADAGRAD_HELD
 from apex.optimizers.fused_sgd.optimizer import SGD_HELD
+from apex_testkit.amp_masters import with_masters
 from apex_testkit.held_lists import PlainLists, holders
 
 COUNT = MIN_TENSORS + 3
@@ -149,3 +150,28 @@ def test_numbers_of_nobody_are_errors(kind, device):
         kind[2].step(-1, [torch.ones(3, device=device)], *hyper)
     with pytest.raises(NotImplementedError, match="cannot be traced"):
         kind[2].step(1, [torch.ones(3, device="meta")], *hyper)
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_masters_and_their_copies(materialize, device):
+    """The model's 16-bit copies are held, too, and a copy that is replaced is noticed."""
+    results = []
+    for is_plain in (False, True):
+        generator = torch.Generator().manual_seed(4)
+        values = [torch.randn(3 + i % 5, generator=generator) for i in range(COUNT)]
+        models = [torch.nn.Parameter(v.to(device, torch.bfloat16)) for v in values]
+        options = {"lr": 0.1, "momentum": 0.9, "materialize_master_grads": materialize}
+        with PlainLists() if is_plain else nullcontext():
+            optimizer, masters = with_masters(FusedSGD, models, [], **options)
+            for step in range(6):
+                for p in masters if materialize else models:
+                    p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+                if step == 4:
+                    assert bool(holders(optimizer)) != is_plain
+                    models[1].data = torch.zeros_like(models[1])  # other memory
+                optimizer.step()
+        for model, master in zip(models, masters, strict=True):
+            assert torch.equal(model.detach(), master.detach().to(torch.bfloat16))
+        results.append([p.detach().clone() for p in masters])
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(results[0][0], values[0].to(device, torch.bfloat16).float())

@@ -51,8 +51,8 @@ def fused_layer_norm_affine(
 
     .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} \, w + b
 
-    Mean and biased variance are computed in float32 (float64 for float64 input), the variance in a
-    second pass over the row, so that rows far from zero keep their accuracy.
+    Mean and biased variance are computed in float32 (float64 for float64 input), from deviations
+    from a number near the row's mean, so that rows far from zero keep their accuracy.
 
     Args:
         input: ``[..., *normalized_shape]``, float64, float32, float16 or bfloat16, any layout
