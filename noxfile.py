@@ -22,8 +22,9 @@ TORCH = MATRIX["torch"]["build"]
 TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["tools"].items()]
 TOOLS.append("tomli; python_version < '3.11'")  # reads ci/matrix.toml
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-# Two cores: torch's threads and pytest's processes would get in each other's way.
-TEST_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "2"}
+# Two cores: torch's threads and pytest's processes would get in each other's way. torch's compiler
+# is stricter where CI is set, so it is set everywhere.
+TEST_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "2", "CI": "1"}
 
 
 def install(session, *requirements, local_links=True):
@@ -52,7 +53,11 @@ def install_for_examples(session):
 
 def pytest(session, *paths, builds=False):
     """Run pytest; kernels come from the wheel, only tests marked `builds` may compile."""
-    environment = TEST_ENVIRONMENT | {"APEX_CACHE_DIR": str(Path(session.create_tmp(), "cache"))}
+    caches = {
+        name: str(Path(session.create_tmp(), name.lower()))
+        for name in ("APEX_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    }
+    environment = TEST_ENVIRONMENT | caches
     if not builds:
         environment["APEX_JIT"] = "0"
     marker = "builds" if builds else "not builds"

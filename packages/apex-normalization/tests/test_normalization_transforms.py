@@ -246,15 +246,28 @@ def test_decompositions_of_add_norm(device):
                 torch.testing.assert_close(a, e, rtol=unit, atol=unit * 4)
 
 
-def test_onnx(tmp_path):
-    """Through the decomposition, without a word of ours in the call; runs where onnx does."""
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
+@pytest.mark.parametrize("exported", [False, True])
+def test_onnx(exported, tmp_path):
+    """Of a model without a word of ours in the call; of an exported program once decomposed."""
+    pytest.importorskip("onnxscript", reason="no onnxscript, which torch.onnx exports with")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="no onnxruntime to run the model")
     model, x = Model(), torch.randn(4, C)
     path = str(tmp_path / "model.onnx")
     batch = {0: torch.export.Dim("batch")}
-    torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=(batch,), verbose=False)
+    if exported:
+        program = torch.export.export(model, (x,), dynamic_shapes=(batch,))
+        program = program.run_decompositions(decompositions())
+        torch.onnx.export(program, (), path, dynamo=True, verbose=False)
+    else:
+        torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=(batch,), verbose=False)
     session = onnxruntime.InferenceSession(path)
     other = torch.randn(9, C)
     (y,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
     torch.testing.assert_close(torch.from_numpy(y), model(other).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_torchs_decompositions_stay_torchs():
+    """Entered there, Inductor would refuse our operators wherever ``CI`` is set."""
+    ours = [op for op in torch._decomp.decomposition_table if "apex" in str(op)]
+    assert not ours
+    assert decompositions()

@@ -1,7 +1,7 @@
 """Residual connection and normalization in one pass over memory, forward and backward."""
 
 from ..fused_layer_norm.batching import batch_one_by_one, batch_rows
-from . import decompositions as _decompositions  # noqa: F401  (enters torch's table)
+from . import decompositions as _decompositions  # noqa: F401  (enters the table)
 from . import ops
 from .functional import fused_add_layer_norm, fused_add_rms_norm
 from .functions import FusedAddLayerNormFunction, FusedAddRMSNormFunction

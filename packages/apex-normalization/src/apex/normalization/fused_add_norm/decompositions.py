@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch._decomp import register_decomposition
 
 from ..fused_layer_norm import plain
+from ..fused_layer_norm.decompositions import TABLE
 from ..fused_layer_norm.dtypes import statistics_dtype
 from . import ops
 
 
-@register_decomposition(ops.add_layer_norm_forward)
+@register_decomposition(ops.add_layer_norm_forward, TABLE)
 def _add_layer_norm_forward(x, residual, weight, bias, columns, eps):
     total = (x + residual).to(residual.dtype)
     rows = total.reshape(-1, columns)
@@ -18,14 +19,14 @@ def _add_layer_norm_forward(x, residual, weight, bias, columns, eps):
     return y.reshape(x.shape), total, mean.reshape(-1).to(wide), rstd.reshape(-1).to(wide)
 
 
-@register_decomposition(ops.add_rms_norm_forward)
+@register_decomposition(ops.add_rms_norm_forward, TABLE)
 def _add_rms_norm_forward(x, residual, weight, columns, eps):
     total = (x + residual).to(residual.dtype)
     y, rstd = plain.rms_norm(total.reshape(-1, columns), weight, 1, eps, x.dtype)
     return y.reshape(x.shape), total, rstd.reshape(-1).to(statistics_dtype(x.dtype))
 
 
-@register_decomposition(ops.add_layer_norm_backward)
+@register_decomposition(ops.add_layer_norm_backward, TABLE)
 def _add_layer_norm_backward(dy, dsum, sum, weight, mean, rstd, columns, weight_grads):
     grad, values = (t.reshape(-1, columns).to(rstd.dtype) for t in (dy, sum))
     scale = rstd.reshape(-1, 1)
@@ -36,7 +37,7 @@ def _add_layer_norm_backward(dy, dsum, sum, weight, mean, rstd, columns, weight_
     return *_input_grads(dx, dy, dsum, sum), *sums
 
 
-@register_decomposition(ops.add_rms_norm_backward)
+@register_decomposition(ops.add_rms_norm_backward, TABLE)
 def _add_rms_norm_backward(dy, dsum, sum, weight, rstd, columns, weight_grads):
     grad, values = (t.reshape(-1, columns).to(rstd.dtype) for t in (dy, sum))
     scale = rstd.reshape(-1, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..fused_layer_norm.apply import is_dtensor
+from ..fused_layer_norm.apply import exports_to_onnx, is_dtensor
 from .functions import FusedAddLayerNormFunction, FusedAddRMSNormFunction
 
 
@@ -81,9 +81,11 @@ def fused_add_rms_norm(
 
 
 def _run(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any):
-    """Return y and the sum: fused, shard by shard, or under ``torch.func`` by plain PyTorch."""
+    """Return y and the sum: fused, shard by shard, or by plain PyTorch; see :func:`.apply.run`."""
     if type(x) is not Tensor and is_dtensor(x):
         return _run_on_shards(function, x, residual, *arguments)
+    if exports_to_onnx():
+        return function.plain(x, residual, *arguments)
     if not torch.is_grad_enabled():
         return function.forward(None, x, residual, *arguments)
     try:

@@ -14,12 +14,15 @@ def run(function: type[Function], *arguments: Any) -> Tensor:
     """Apply ``function``; without gradients call its forward, which takes half as long.
 
     DTensors are normalized shard by shard. Under the transforms of ``torch.func``, which refuse
-    functions that save what they do not return, the formula runs in plain PyTorch.
+    functions that save what they do not return, and for ONNX, which has no such operator, the
+    formula runs in plain PyTorch.
     """
     if type(arguments[0]) is not Tensor and is_dtensor(arguments[0]):
         from .sharded import run_on_shards
 
         return run_on_shards(function, *arguments)
+    if exports_to_onnx():
+        return function.plain(*arguments)
     if not torch.is_grad_enabled():
         return function.forward(None, *arguments)
     try:
@@ -28,6 +31,11 @@ def run(function: type[Function], *arguments: Any) -> Tensor:
         if "setup_context" not in str(error):
             raise
     return function.plain(*arguments)
+
+
+def exports_to_onnx() -> bool:
+    """Whether this call is traced by ``torch.onnx.export(..., dynamo=True)``."""
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
 def is_dtensor(value: Any) -> bool:

@@ -1,33 +1,35 @@
 """Decompositions of the operators into ATen's, for exporters that know those alone.
 
-They stand in torch's table, from which ``torch.onnx.export(..., dynamo=True)`` takes them, and
-``torch._decomp.get_decompositions``. ``torch.compile`` and ``ExportedProgram.run_decompositions()``
-without arguments leave the operators whole.
+They stand in a table of our own. In torch's they would break ``torch.compile`` where the
+environment variable ``CI`` is set: Inductor then refuses to leave whole what torch's table splits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch._decomp import register_decomposition
+from torch._ops import OpOverload
 
 from . import ops, plain
 from .dtypes import statistics_dtype
 
+TABLE: dict[OpOverload, Callable] = {}
 
-def decompositions() -> dict:
+
+def decompositions() -> dict[OpOverload, Callable]:
     """The table for ``ExportedProgram.run_decompositions``, of all operators of this package.
 
     Example:
         >>> program = torch.export.export(FusedLayerNorm(8), (torch.randn(2, 8),))
         >>> program = program.run_decompositions(decompositions())  # only ATen operators
     """
-    namespace = ops.library.namespace
-    packets = [getattr(getattr(torch.ops, namespace), name) for name in ops.library.schemas]
-    return torch._decomp.get_decompositions(packets)
+    return dict(TABLE)
 
 
-@register_decomposition(ops.layer_norm_forward)
+@register_decomposition(ops.layer_norm_forward, TABLE)
 def _layer_norm_forward(x, weight, bias, columns, eps):
     y, mean, rstd = plain.layer_norm(
         x.reshape(-1, columns), weight, bias, 1, eps, x.dtype if weight is None else weight.dtype
@@ -35,14 +37,14 @@ def _layer_norm_forward(x, weight, bias, columns, eps):
     return y.reshape(x.shape), *_statistics(x, mean, rstd)
 
 
-@register_decomposition(ops.rms_norm_forward)
+@register_decomposition(ops.rms_norm_forward, TABLE)
 def _rms_norm_forward(x, weight, columns, eps):
     dtype = x.dtype if weight is None else weight.dtype
     y, rstd = plain.rms_norm(x.reshape(-1, columns), weight, 1, eps, dtype)
     return y.reshape(x.shape), *_statistics(x, rstd)
 
 
-@register_decomposition(ops.layer_norm_backward)
+@register_decomposition(ops.layer_norm_backward, TABLE)
 def _layer_norm_backward(
     dy, saved, weight, bias, mean, rstd, columns, eps, dx_dtype, from_output, weight_grads
 ):
@@ -58,7 +60,7 @@ def _layer_norm_backward(
     return dx.to(dx_dtype).reshape(saved.shape), dweight, dbias
 
 
-@register_decomposition(ops.rms_norm_backward)
+@register_decomposition(ops.rms_norm_backward, TABLE)
 def _rms_norm_backward(dy, saved, weight, rstd, columns, eps, dx_dtype, from_output, weight_grads):
     grad, values, scale = _backward_operands(dy, saved, rstd, columns, dx_dtype)
     xhat = _undo(values, weight, eps) if from_output else values * scale
