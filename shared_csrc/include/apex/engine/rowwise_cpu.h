@@ -95,12 +95,11 @@ class Row {
   T pivot(const ReadView<S>& view) const {
     constexpr int kFirst = 16;
     if (columns_ < kFirst) return columns_ == 0 ? T(0) : convert<T>(view.data[0]);
-    T lanes[kFirst];
-    for (int lane = 0; lane < kFirst; ++lane) lanes[lane] = convert<T>(view.data[lane]);
-    for (int width = kFirst / 2; width > 0; width /= 2) {
-      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    }
-    return lanes[0] / T(kFirst);
+    T values[kFirst];
+    load_pack(view.data, values);
+    Vector<T, kFirst / 2> halves[2];  // no wider than what the conversion stores
+    memcpy(halves, values, sizeof(halves));
+    return tree_sum<T, kFirst / 2>(halves[0] + halves[1]) / T(kFirst);
   }
 
   // Largest functor(values...) of the row; -inf without columns, NaN if any value is NaN.

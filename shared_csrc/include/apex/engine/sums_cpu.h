@@ -16,6 +16,37 @@ inline constexpr int kRegisterBytes = 32;
 inline constexpr int kRegisterBytes = 16;
 #endif
 
+template <class T, int N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
+template <class T, int N>
+using Vector = typename VectorOf<T, N>::type;
+
+// Half of a vector, in a register where the compiler can say so.
+template <int kFirst, class T, int N, size_t... I>
+void take_half(const Vector<T, 2 * N>& vector, Vector<T, N>& half, std::index_sequence<I...>) {
+#if __has_builtin(__builtin_shufflevector)
+  half = __builtin_shufflevector(vector, vector, (kFirst + static_cast<int>(I))...);
+#else
+  memcpy(&half, reinterpret_cast<const T*>(&vector) + kFirst, sizeof(half));
+#endif
+}
+
+// The sum of all lanes: of the first half and the second, lane by lane, until one is left. Written
+// as loops over an array, it is unrolled into one scalar addition per lane.
+template <class T, int N>
+T tree_sum(const Vector<T, N>& lanes) {
+  if constexpr (N == 2) {
+    return lanes[0] + lanes[1];
+  } else {
+    Vector<T, N / 2> first, second;
+    take_half<0, T, N / 2>(lanes, first, std::make_index_sequence<N / 2>{});
+    take_half<N / 2, T, N / 2>(lanes, second, std::make_index_sequence<N / 2>{});
+    return tree_sum<T, N / 2>(first + second);
+  }
+}
+
 // kPack running sums. Compilers keep a plain array of them in memory, where every addition waits
 // for the store of the one before (twice the time of a LayerNorm's forward); vector types they do
 // not.
@@ -26,23 +57,29 @@ class LaneSums {
 
   // The sum of all lanes; they are zero afterwards.
   T take() {
-    alignas(kRegisterBytes) T lanes[kPack];
-    take(lanes, Indices{});
-    return tree_sum<kPack>(lanes);
+    fold(std::make_index_sequence<kCount / 2>{});
+    T sum = tree_sum<T, kWidth>(registers_[0]);
+    clear(Indices{});
+    return sum;
   }
 
  private:
-  typedef T Register __attribute__((vector_size(kRegisterBytes)));
   static constexpr int kWidth = kRegisterBytes / sizeof(T);
-  using Indices = std::make_index_sequence<kPack / kWidth>;
+  static constexpr int kCount = kPack / kWidth;
+  using Register = Vector<T, kWidth>;
+  using Indices = std::make_index_sequence<kCount>;
 
   template <size_t... I>
   void add(const T (&terms)[kPack], std::index_sequence<I...>) {
     ((registers_[I] += load(terms + I * kWidth)), ...);
   }
   template <size_t... I>
-  void take(T (&lanes)[kPack], std::index_sequence<I...>) {
-    (memcpy(lanes + I * kWidth, &registers_[I], kRegisterBytes), ...);
+  void fold(std::index_sequence<I...>) {
+    ((registers_[I] += registers_[I + sizeof...(I)]), ...);
+    if constexpr (sizeof...(I) > 1) fold(std::make_index_sequence<sizeof...(I) / 2>{});
+  }
+  template <size_t... I>
+  void clear(std::index_sequence<I...>) {
     ((registers_[I] = Register{}), ...);
   }
   static Register load(const T* terms) {
@@ -50,18 +87,7 @@ class LaneSums {
     memcpy(&result, terms, kRegisterBytes);
     return result;
   }
-  template <int N>
-  static T tree_sum(T* lanes) {
-    if constexpr (N == 1) {
-      return lanes[0];
-    } else {
-      APEX_VECTORIZE
-      for (int lane = 0; lane < N / 2; ++lane) lanes[lane] += lanes[lane + N / 2];
-      return tree_sum<N / 2>(lanes);
-    }
-  }
-
-  Register registers_[kPack / kWidth] = {};
+  Register registers_[kCount] = {};
 };
 
 }  // namespace APEX_BACKEND_NS
