@@ -98,6 +98,8 @@ def build(session):
         workspace.record_built(package, environment)
 
 
+# pytest-xdist's options for a process per core.
+PARALLEL = ["-n", str(len(os.sched_getaffinity(0))), "-o", "apex_threads=1"]
 TESTED = [*PACKAGES, "together", "examples"]
 
 
@@ -106,15 +108,18 @@ TESTED = [*PACKAGES, "together", "examples"]
 def tests(session, package):
     """Install one wheel alone and run its package's tests; then all five, and the rest."""
     paths = [f"packages/{package}/tests"]
+    options = []
     if package == "examples":
         install_for_examples(session)
+        install(session, "pytest-xdist")
         paths = ["docs/examples"]
+        options = PARALLEL
     elif package == "together":
         install_wheels(session, PACKAGES, "nox", "uv", "pip", "hatchling", *TOOLS)
         paths = ["ci", "--ignore=ci/clients", "shared_csrc"]
     else:
         install_wheels(session, [package])
-    pytest(session, *paths)
+    pytest(session, *paths, *options)
     pytest(session, *paths, builds=True)
 
 
@@ -139,8 +144,7 @@ def matrix(session, torch):
     # All of it ran on one torch in `tests`; here a few cases of every test function do, one thread
     # each, on all cores.
     sample = ["-p", "ci.sampling", "--cases-per-test", str(MATRIX["cases_per_test"])]
-    parallel = ["-n", str(len(os.sched_getaffinity(0))), "-o", "apex_threads=1"]
-    pytest(session, *sample, *parallel, *(f"packages/{p}/tests" for p in PACKAGES))
+    pytest(session, *sample, *PARALLEL, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
 def client_runs():

@@ -33,6 +33,25 @@ def huge(tail):
     return matrix
 
 
+def forward(kind, x, weight, bias):
+    """Return y and the statistics."""
+    if kind == "layer":
+        return ops.layer_norm_forward(x, weight, bias, COLUMNS, EPS)
+    return ops.rms_norm_forward(x, weight, COLUMNS, EPS)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_forward(kind):
+    """Rows that begin beyond element 2^31, and the zeros before them, which come out as bias."""
+    x = torch.randn(TAIL, COLUMNS, dtype=torch.bfloat16)
+    weight, bias = torch.randn(2, COLUMNS, dtype=torch.bfloat16)
+    expected = forward(kind, x, weight, bias)
+    actual = forward(kind, huge(x), weight, bias)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a[-TAIL:], e)
+    assert torch.equal(actual[0][-TAIL - 1], bias if kind == "layer" else torch.zeros_like(bias))
+
+
 def test_layer_norm_backward():
     """Both gradients of rows that begin beyond element 2^31; each touched page costs time."""
     x = torch.randn(TAIL, COLUMNS, dtype=torch.bfloat16)

@@ -13,9 +13,27 @@
 #pragma once
 
 #include "apex/core/config.h"
+#include "apex/engine/rowwise.h"
 
 #if defined(APEX_GPU)
 #include "apex/engine/colwise_gpu.h"
 #else
 #include "apex/engine/colwise_cpu.h"
 #endif
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// rowwise_colwise(), or rowwise() where nobody wants the sums.
+template <class Context, class Program>
+void rowwise_colwise(const Context& context, int64_t rows, int64_t columns, bool with_sums,
+                     const Program& program) {
+  if (with_sums) {
+    rowwise_colwise(context, rows, columns, program);
+  } else {
+    rowwise(context, rows, columns, program);
+  }
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -40,10 +40,10 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy,
     using T = compute_t<X>;
     dispatch_bool(dsum.has_value(), [&]<bool kHasSumGrad>() {
       using Program = AddRmsNormBackward<X, S, W, kHasSumGrad>;
-      run_backward(context, o, weight_grads,
-                   Program{data<X>(dy, "dy"), data<S>(sum, "sum"), data<W>(weight, "weight"),
-                           data<T>(rstd, "rstd"), grads.template pointers<X, S, kHasSumGrad>(),
-                           data<W>(dweight, "dweight")});
+      rowwise_colwise(context, o.rows, o.columns, weight_grads,
+                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), data<W>(weight, "weight"),
+                              data<T>(rstd, "rstd"), grads.template pointers<X, S, kHasSumGrad>(),
+                              data<W>(dweight, "dweight")});
     });
   });
   return {grads.dresidual, grads.dx, dweight};

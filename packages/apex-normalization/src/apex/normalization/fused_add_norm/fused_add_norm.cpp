@@ -46,11 +46,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     using T = compute_t<X>;
     dispatch_bool(dsum.has_value(), [&]<bool kHasSumGrad>() {
       using Program = AddLayerNormBackward<X, S, W, kHasSumGrad>;
-      run_backward(context, o, weight_grads,
-                   Program{data<X>(dy, "dy"), data<S>(sum, "sum"), data<W>(weight, "weight"),
-                           data<T>(mean, "mean"), data<T>(rstd, "rstd"),
-                           grads.template pointers<X, S, kHasSumGrad>(),
-                           data<W>(dweight, "dweight"), data<W>(dbias, "dbias")});
+      rowwise_colwise(context, o.rows, o.columns, weight_grads,
+                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), data<W>(weight, "weight"),
+                              data<T>(mean, "mean"), data<T>(rstd, "rstd"),
+                              grads.template pointers<X, S, kHasSumGrad>(),
+                              data<W>(dweight, "dweight"), data<W>(dbias, "dbias")});
     });
   });
   return {grads.dresidual, grads.dx, dweight, dbias};

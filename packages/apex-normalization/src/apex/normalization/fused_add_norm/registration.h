@@ -85,16 +85,5 @@ struct GradTensors {
   }
 };
 
-// The inputs' gradients alone, or with the sums over rows in one pass.
-template <class Program>
-void run_backward(const Context& context, const Operands& o, bool weight_grads,
-                  const Program& program) {
-  if (weight_grads) {
-    rowwise_colwise(context, o.rows, o.columns, program);
-  } else {
-    rowwise(context, o.rows, o.columns, program);
-  }
-}
-
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::normalization

@@ -142,17 +142,6 @@ std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTenso
   return {y, rstd};
 }
 
-// dx alone, or dx and the sums over rows in one pass.
-template <class Program>
-void run_backward(const Context& context, const Operands& o, bool weight_grads,
-                  const Program& program) {
-  if (weight_grads) {
-    rowwise_colwise(context, o.rows, o.columns, program);
-  } else {
-    rowwise(context, o.rows, o.columns, program);
-  }
-}
-
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor& dy, const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& mean, const Tensor& rstd, int64_t columns, double eps,
@@ -170,11 +159,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
   auto run = [&]<class X, class W, bool kFromOutput>() {
     using Program = LayerNormBackward<X, W, kFromOutput>;
     using T = compute_t<X>;
-    run_backward(context, o, weight_grads,
-                 Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
-                         affine_of<W, T>(weight, bias, dy), mean ? data<T>(*mean, "mean") : nullptr,
-                         data<T>(rstd, "rstd"), data<X>(dx, "dx"), data<W>(dweight, "dweight"),
-                         data<W>(dbias, "dbias"), smallest_divisor<T>(eps)});
+    rowwise_colwise(
+        context, o.rows, o.columns, weight_grads,
+        Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
+                affine_of<W, T>(weight, bias, dy), mean ? data<T>(*mean, "mean") : nullptr,
+                data<T>(rstd, "rstd"), data<X>(dx, "dx"), data<W>(dweight, "dweight"),
+                data<W>(dbias, "dbias"), smallest_divisor<T>(eps)});
   };
   dispatch_backward(op, dx_dtype, o.weight_dtype, from_output, run);
   return {dx, dweight, dbias};
@@ -193,10 +183,11 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& sav
   auto run = [&]<class X, class W, bool kFromOutput>() {
     using Program = RmsNormBackward<X, W, kFromOutput>;
     using T = compute_t<X>;
-    run_backward(context, o, weight_grads,
-                 Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
-                         affine_of<W, T>(weight, {}, dy), data<T>(rstd, "rstd"), data<X>(dx, "dx"),
-                         data<W>(dweight, "dweight"), smallest_divisor<T>(eps)});
+    rowwise_colwise(
+        context, o.rows, o.columns, weight_grads,
+        Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
+                affine_of<W, T>(weight, {}, dy), data<T>(rstd, "rstd"), data<X>(dx, "dx"),
+                data<W>(dweight, "dweight"), smallest_divisor<T>(eps)});
   };
   dispatch_backward(op, dx_dtype, o.weight_dtype, from_output, run);
   return {dx, dweight};
