@@ -45,19 +45,21 @@ inline const char* dtype_name(ScalarType dtype) {
   }
 }
 
-// "[4096, 1024] float32 on device 0", for messages.
-inline std::string describe(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '[';
-  auto sizes = tensor.sizes();
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  text << "] " << dtype_name(tensor.scalar_type());
-  if (tensor.is_cpu()) {
-    text << " on cpu";
-  } else {
-    text << " on device " << tensor.get_device_index();
+// "[4096, 1024] float32 on device 0", for messages; written only where check() fails.
+struct Description {
+  const Tensor& tensor;
+
+  friend std::ostream& operator<<(std::ostream& text, const Description& description) {
+    const Tensor& tensor = description.tensor;
+    text << '[';
+    auto sizes = tensor.sizes();
+    for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+    text << "] " << dtype_name(tensor.scalar_type());
+    if (tensor.is_cpu()) return text << " on cpu";
+    return text << " on device " << tensor.get_device_index();
   }
-  return text.str();
-}
+};
+
+inline Description describe(const Tensor& tensor) { return {tensor}; }
 
 }  // namespace apex

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..fused_layer_norm import plain
-from ..fused_layer_norm.dtypes import cast
+from ..fused_layer_norm.dtypes import cast, operand
 from .checks import check_add_operands
 from .ops import (
     add_layer_norm_backward,
@@ -24,14 +24,14 @@ from .ops import (
 
 def _kernel_operands(x: Tensor, residual: Tensor, *parameters: Tensor | None):
     """Return contiguous tensors in dtypes for which there is a kernel; all casts are exact."""
-    residual = cast(residual.contiguous(), torch.promote_types(x.dtype, residual.dtype))
+    residual = operand(residual, torch.promote_types(x.dtype, residual.dtype))
     return x.contiguous(), residual, *_kernel_parameters(x.dtype, residual.dtype, *parameters)
 
 
 def _kernel_parameters(x: torch.dtype, total: torch.dtype, *parameters: Tensor | None):
     dtypes = (x, total)
     return [
-        p if p is None else cast(p.contiguous(), p.dtype if dtypes == (p.dtype,) * 2 else _wide(x))
+        None if p is None else operand(p, p.dtype if dtypes == (p.dtype,) * 2 else _wide(x))
         for p in parameters
     ]
 

@@ -56,12 +56,12 @@ def check_operands(
             f"{name}: input must be a float64, float32, float16 or bfloat16 tensor, got {got}."
         )
     check_eps(name, eps)
-    if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != shape:
+    if x.shape[-len(shape) :] != shape:
         raise ValueError(
             f"{name}: normalized_shape is {list(shape)}, but the last dimensions of input are "
             f"{list(x.shape)[-len(shape) :]} (input: {list(x.shape)})."
         )
-    if weight is not None:
+    if weight is not None and not _is_alike(weight, x, shape):
         _check_parameter(name, "weight", weight, x, shape)
         if not mixed and weight.dtype != x.dtype:
             raise TypeError(
@@ -69,7 +69,8 @@ def check_operands(
                 "or use the mixed-dtype variant, whose result has the weight's dtype."
             )
     if bias is not None:
-        _check_parameter(name, "bias", bias, x, shape)
+        if not _is_alike(bias, x, shape):
+            _check_parameter(name, "bias", bias, x, shape)
         if weight is None:
             raise ValueError(f"{name}: a bias was given without a weight; pass a weight of ones.")
         if bias.dtype != weight.dtype:
@@ -96,6 +97,11 @@ def check_recoverable(name: str, ctx: Any, weight: Tensor | None) -> None:
         "leaves nothing of its input in the output: memory_efficient=True cannot recover it for "
         "the backward. Use memory_efficient=False, or start from weights other than 0."
     )
+
+
+def _is_alike(parameter: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether there is nothing to complain about, as nearly always: saves most of the checks."""
+    return parameter.dtype == x.dtype and parameter.shape == shape and parameter.device == x.device
 
 
 def _check_parameter(name: str, argument: str, tensor: Tensor, x: Tensor, shape) -> None:

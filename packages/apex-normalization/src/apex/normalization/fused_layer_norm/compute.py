@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import as_shape, check_operands
-from .dtypes import cast, contiguous, kernel_dtypes
+from .dtypes import cast, kernel_dtypes, operand
 from .ops import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
 
 Shape = int | Sequence[int]
@@ -24,9 +24,9 @@ def layer_norm(
     out_dtype = x.dtype if weight is None else weight.dtype
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
     y, mean, rstd = layer_norm_forward(
-        cast(contiguous(x), x_dtype),
-        cast(contiguous(weight), weight_dtype),
-        cast(contiguous(bias), weight_dtype),
+        operand(x, x_dtype),
+        operand(weight, weight_dtype),
+        operand(bias, weight_dtype),
         math.prod(shape),
         eps,
     )
@@ -42,7 +42,7 @@ def rms_norm(
     out_dtype = x.dtype if weight is None else weight.dtype
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
     y, rstd = rms_norm_forward(
-        cast(contiguous(x), x_dtype), cast(contiguous(weight), weight_dtype), math.prod(shape), eps
+        operand(x, x_dtype), operand(weight, weight_dtype), math.prod(shape), eps
     )
     return cast(y, out_dtype), rstd
 
@@ -63,10 +63,10 @@ def layer_norm_gradients(
     """Return dx, dweight and dbias, the latter two in dy's dtype or None without weight_grads."""
     x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
     dx, dweight, dbias = layer_norm_backward(
-        cast(dy.contiguous(), weight_dtype),
-        cast(contiguous(saved), weight_dtype if from_output else x_dtype),
-        cast(contiguous(weight), weight_dtype),
-        cast(contiguous(bias), weight_dtype),
+        operand(dy, weight_dtype),
+        operand(saved, weight_dtype if from_output else x_dtype),
+        operand(weight, weight_dtype),
+        operand(bias, weight_dtype),
         mean,
         rstd,
         math.prod(as_shape(normalized_shape)),
@@ -78,7 +78,7 @@ def layer_norm_gradients(
     dx = cast(dx, dx_dtype)
     if not weight_grads:
         return dx, None, None
-    return dx, cast(dweight, dy.dtype).view_as(weight), cast(dbias, dy.dtype).view_as(weight)
+    return dx, _like(dweight, weight, dy.dtype), _like(dbias, weight, dy.dtype)
 
 
 def rms_norm_gradients(
@@ -95,9 +95,9 @@ def rms_norm_gradients(
     """Return dx and dweight, the latter in dy's dtype or None without weight_grads."""
     x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
     dx, dweight = rms_norm_backward(
-        cast(dy.contiguous(), weight_dtype),
-        cast(contiguous(saved), weight_dtype if from_output else x_dtype),
-        cast(contiguous(weight), weight_dtype),
+        operand(dy, weight_dtype),
+        operand(saved, weight_dtype if from_output else x_dtype),
+        operand(weight, weight_dtype),
         rstd,
         math.prod(as_shape(normalized_shape)),
         eps,
@@ -106,4 +106,10 @@ def rms_norm_gradients(
         weight_grads,
     )
     dx = cast(dx, dx_dtype)
-    return dx, cast(dweight, dy.dtype).view_as(weight) if weight_grads else None
+    return dx, _like(dweight, weight, dy.dtype) if weight_grads else None
+
+
+def _like(sums: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``sums`` in ``dtype`` and the weight's shape; they are a vector, as weights mostly are."""
+    sums = cast(sums, dtype)
+    return sums if weight.dim() == 1 else sums.view_as(weight)

@@ -40,6 +40,6 @@ def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.to(dtype)
 
 
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Return ``tensor`` contiguous, copied if it is not."""
-    return None if tensor is None else tensor.contiguous()
+def operand(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return ``tensor`` as kernels take it: contiguous and in ``dtype``; itself if it is that."""
+    return None if tensor is None else cast(tensor.contiguous(), dtype)

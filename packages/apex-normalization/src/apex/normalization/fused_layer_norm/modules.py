@@ -130,10 +130,11 @@ class FusedLayerNorm(_Norm):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight is None:
+        weight = self.weight  # looked up once: that takes a while
+        if weight is None:
             return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
         return fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+            input, weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
         )
 
 
@@ -181,10 +182,11 @@ class FusedRMSNorm(_Norm):
             nn.init.ones_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight is None:
+        weight = self.weight
+        if weight is None:
             return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
         return fused_rms_norm_affine(
-            input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
+            input, weight, self.normalized_shape, self.eps, self.memory_efficient
         )
 
 
