@@ -1,5 +1,6 @@
 """What scale, axpby and l2norm share: layouts, long lists, bad input; and the applier."""
 
+import subprocess
 import sys
 
 import pytest
@@ -178,3 +179,19 @@ def test_available_is_not_state_of_the_class(monkeypatch):
             broken(print, None, [])
     assert applier.available
     assert broken.available
+
+
+@pytest.mark.parametrize("first", ["apex.multi_tensor_apply", "apex.optimizers", "amp_C"])
+def test_modules_may_be_imported_in_any_order(first):
+    """Operators and their modules have the same names: LAMB once called the module."""
+    code = (
+        f"import {first}\n"
+        "import torch, amp_C, apex.multi_tensor_apply as applied\n"
+        "from apex.optimizers import FusedLAMB\n"
+        "assert not [name for name in applied.__all__ if not callable(getattr(applied, name))]\n"
+        "param = torch.nn.Parameter(torch.ones(3))\n"
+        "param.grad = torch.ones(3)\n"
+        "FusedLAMB([param]).step()\n"
+        "assert param.ne(1).all()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -98,12 +98,13 @@ def test_ops_in_a_graph(case):
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
+        (FusedAdagrad, {}),
         (FusedAdam, {"capturable": True}),
         (FusedLARS, {"momentum": 0.9}),
         (FusedMixedPrecisionLamb, {}),
         (FusedSGD, {"momentum": 0.9}),
     ],
-    ids=["adam", "lars", "mixed_lamb", "sgd"],
+    ids=["adagrad", "adam", "lars", "mixed_lamb", "sgd"],
 )
 def test_captured_steps_go_on_where_the_last_ended(cls, options):
     """A captured step, replayed, does what as many plain steps do: step counts live on the GPU."""
@@ -131,3 +132,25 @@ def test_captured_steps_go_on_where_the_last_ended(cls, options):
 @all_cases
 def test_uses_the_device_of_its_tensors(case):
     assert_runs_on_other_device(case, *values("cuda:0"))
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedNovoGrad])
+def test_captures_that_would_repeat_a_step_number_are_refused(cls, device, monkeypatch):
+    """Where there is no GPU, the stream is said to be capturing."""
+    monkeypatch.setattr("apex.optimizers._base.is_capturing", lambda params: True)
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = cls([param])
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured, but this optimizer"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+    assert not optimizer.state
+
+
+def test_captures_that_may_be_replayed_are_not_refused(device, monkeypatch):
+    monkeypatch.setattr("apex.optimizers._base.is_capturing", lambda params: True)
+    for cls, options in [(FusedAdagrad, {}), (FusedAdam, {"capturable": True})]:
+        param = torch.nn.Parameter(torch.ones(3, device=device))
+        param.grad = torch.ones_like(param)
+        cls([param], **options).step()
+        assert param.ne(1).all()

@@ -1,4 +1,8 @@
-"""One kernel launch over lists of tensors, and the callable that applies such operators."""
+"""One kernel launch over lists of tensors, and the callable that applies such operators.
+
+Operators and the modules that define them have the same names. Modules of this wheel import them
+from the latter: from here they would get the module, while this file is being executed.
+"""
 
 from .applier import MultiTensorApply, multi_tensor_applier, multi_tensor_applier_l2norm
 from .multi_tensor_axpby import multi_tensor_axpby

@@ -23,6 +23,11 @@ def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
         optimizer_class.step = torch.compiler.disable(optimizer_class.step)  # type: ignore[method-assign]
 
 
+def is_capturing(params: list[Tensor]) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of these parameters' kind."""
+    return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here; a subclass checks hyper-parameters and steps one bucket.
 
@@ -36,6 +41,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     set_grad_none = True
     capturable = False
+    # Whether a captured step may be replayed all the same: its formula does not count steps.
+    replayable: ClassVar[bool] = False
     master_weights = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -166,12 +173,24 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def checked_buckets(self) -> list[Bucket]:
         """The buckets of this step, none of which will fail for its gradients."""
+        self._check_capture()
         buckets = self._buckets.collect(self)
         if len(buckets) > 1:
             # With a single bucket the kernel itself checks everything before it writes.
             for bucket in buckets:
                 bucket.check()
         return buckets
+
+    def _check_capture(self) -> None:
+        """Raise RuntimeError where a graph would repeat this step's number in every replay."""
+        if self.capturable or self.replayable or not is_capturing(self.param_groups[0]["params"]):
+            return
+        raise RuntimeError(
+            f"{self.layout.optimizer}.step: a CUDA graph is being captured, but this optimizer "
+            "counts its steps on the host: every replay would take the number of this one. Step "
+            "outside the graph, or use FusedAdam(capturable=True), FusedMixedPrecisionLamb, "
+            "FusedSGD, FusedLARS or FusedAdagrad."
+        )
 
     def step_buckets(self, buckets: list[Bucket]) -> None:
         """Update all parameters and count the step."""

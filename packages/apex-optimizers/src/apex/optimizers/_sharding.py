@@ -73,7 +73,7 @@ def norms_of(tensors: list[Tensor], whole: Tensor | None) -> Tensor:
     Args:
         whole: one of the DTensors that ``tensors`` are shards of; None if they are whole.
     """
-    from apex.multi_tensor_apply import multi_tensor_l2norm
+    from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
     _, norms = multi_tensor_l2norm(tensors, None, True)
     if whole is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex.multi_tensor_apply import multi_tensor_axpby as _axpby
-from apex.multi_tensor_apply import multi_tensor_scale as _scale
+from apex.multi_tensor_apply.multi_tensor_axpby import multi_tensor_axpby as _axpby
+from apex.multi_tensor_apply.multi_tensor_scale import multi_tensor_scale as _scale
 
 from .lists import Lists, checked_lists
 

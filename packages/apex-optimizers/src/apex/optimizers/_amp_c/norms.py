@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex.multi_tensor_apply import multi_tensor_l2norm as _l2norm
-from apex.multi_tensor_apply import multi_tensor_l2norm_scale as _l2norm_scale
+from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm as _l2norm
+from apex.multi_tensor_apply.multi_tensor_l2norm_scale import (
+    multi_tensor_l2norm_scale as _l2norm_scale,
+)
 
 from .lists import Lists, checked_lists
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex.multi_tensor_apply import multi_tensor_l2norm
+from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
 from .._buckets import Bucket
 from .._sharding import is_sharded, local_tensors, placement_of, reduce_over_shards
