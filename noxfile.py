@@ -54,7 +54,7 @@ def install_for_examples(session):
 def pytest(session, *paths, builds=False):
     """Run pytest; kernels come from the wheel, only tests marked `builds` may compile."""
     caches = {
-        name: str(Path(session.create_tmp(), name.lower()))
+        name: str(Path(session.create_tmp(), name.lower()).resolve())  # processes change folders
         for name in ("APEX_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     }
     environment = TEST_ENVIRONMENT | caches
