@@ -24,7 +24,7 @@ def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
 
 
 def is_capturing(params: list[Tensor]) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of these parameters' kind."""
+    """Whether parameters are on a GPU whose current stream is being captured in a CUDA graph."""
     return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -162,7 +162,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            RuntimeError: a gradient cannot be used; nothing is changed then.
+            RuntimeError: a gradient cannot be used, or a CUDA graph is being captured of a step
+                that is counted on the host; nothing is changed then.
         """
         loss = None
         if closure is not None:

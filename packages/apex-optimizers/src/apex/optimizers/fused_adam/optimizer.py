@@ -200,8 +200,8 @@ class FusedAdam(CompactStates):
             What ``closure`` returned, or None.
 
         Raises:
-            RuntimeError: a legacy argument is not None, or a gradient cannot be used; nothing is
-                changed then.
+            RuntimeError: a legacy argument is not None, a gradient cannot be used, or a CUDA graph
+                is being captured without ``capturable``; nothing is changed then.
         """
         check_legacy(legacy)
         loss = None
