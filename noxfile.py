@@ -22,9 +22,15 @@ TORCH = MATRIX["torch"]["build"]
 TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["tools"].items()]
 TOOLS.append("tomli; python_version < '3.11'")  # reads ci/matrix.toml
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-# Two cores: torch's threads and pytest's processes would get in each other's way. torch's compiler
-# is stricter where CI is set, so it is set everywhere.
-TEST_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "2", "CI": "1"}
+TEST_ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "",
+    "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",  # a waiting thread would take the core of another test
+    "CI": "1",  # torch's compiler is stricter where CI is set
+}
+# A process of pytest-xdist per core, and the same with one thread each.
+PARALLEL = ["-n", str(len(os.sched_getaffinity(0)))]
+ONE_THREAD = [*PARALLEL, "-o", "apex_threads=1"]
 
 
 def install(session, *requirements, local_links=True):
@@ -98,8 +104,6 @@ def build(session):
         workspace.record_built(package, environment)
 
 
-# pytest-xdist's options for a process per core.
-PARALLEL = ["-n", str(len(os.sched_getaffinity(0))), "-o", "apex_threads=1"]
 TESTED = [*PACKAGES, "together", "examples"]
 
 
@@ -108,19 +112,19 @@ TESTED = [*PACKAGES, "together", "examples"]
 def tests(session, package):
     """Install one wheel alone and run its package's tests; then all five, and the rest."""
     paths = [f"packages/{package}/tests"]
-    options = []
+    options = PARALLEL
     if package == "examples":
         install_for_examples(session)
-        install(session, "pytest-xdist")
         paths = ["docs/examples"]
-        options = PARALLEL
+        options = ONE_THREAD
     elif package == "together":
         install_wheels(session, PACKAGES, "nox", "uv", "pip", "hatchling", *TOOLS)
         paths = ["ci", "--ignore=ci/clients", "shared_csrc"]
     else:
         install_wheels(session, [package])
+    install(session, "pytest-xdist")
     pytest(session, *paths, *options)
-    pytest(session, *paths, builds=True)
+    pytest(session, *paths, *options, builds=True)
 
 
 def matrix_runs():
@@ -141,10 +145,11 @@ def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
-    # All of it ran on one torch in `tests`; here a few cases of every test function do, one thread
-    # each, on all cores.
-    sample = ["-p", "ci.sampling", "--cases-per-test", str(MATRIX["cases_per_test"])]
-    pytest(session, *sample, *PARALLEL, *(f"packages/{p}/tests" for p in PACKAGES))
+    # All of it ran on one torch in `tests`; here a few cases of every test function do.
+    oldest, *_, newest = MATRIX["torch"]["versions"]
+    cases = MATRIX["cases_per_test"]["ends" if torch in (oldest, newest) else "between"]
+    sample = ["-p", "ci.sampling", "--cases-per-test", str(cases)]
+    pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
 def client_runs():

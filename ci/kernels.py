@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,24 +39,29 @@ def main(backend: str, *archs: str) -> None:
     shows_evidence = backend == "cuda" and EVIDENCE_ARCH in archs
     if shows_evidence:
         os.environ.update(ptxas.VERBOSE)
-    failures, found = [], {}
-    for package in sorted((ROOT / "packages").iterdir()):
-        ops = find_ops(package / "src")
-        if not ops:
-            continue
+    packages = sorted((ROOT / "packages").iterdir())
+    ops = {p.name: found for p in packages if (found := find_ops(p / "src"))}
+    folder = OUTPUT / backend
+
+    def compile_package(name: str) -> list[str]:
         start = time.monotonic()
-        folder = OUTPUT / backend / package.name
         try:
-            warnings = compile_ops(ops, Target(backend, archs=archs), folder, package.name)
+            failures = compile_ops(ops[name], Target(backend, archs=archs), folder / name, name)
         except BuildError as error:
-            failures.append(str(error))
-            continue
-        failures += [f"{package.name}: {line}" for line in warnings]
-        names = ", ".join(op.name for op in ops)
-        print(f"{package.name}: {names} in {time.monotonic() - start:.0f} s", flush=True)
-        if shows_evidence:
-            found |= evidence(ops, folder)
-    if found:
+            return [str(error)]
+        names = ", ".join(op.name for op in ops[name])
+        print(f"{name}: {names} in {time.monotonic() - start:.0f} s", flush=True)
+        return [f"{name}: {line}" for line in failures]
+
+    # Two at a time: a package of one op would leave the other cores idle.
+    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    largest_first = sorted(ops, key=lambda name: -len(units_of(ops[name])))
+    with ThreadPoolExecutor(2) as pool:
+        failures = [line for lines in pool.map(compile_package, largest_first) for line in lines]
+    if shows_evidence and not failures:
+        found = {}
+        for name in ops:
+            found |= evidence(ops[name], folder / name)
         failures += judge(found)
     if failures:
         sys.exit("\n".join(["", *failures]))

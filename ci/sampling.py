@@ -33,10 +33,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def spread(group: list, limit: int) -> list:
-    """Return ``limit`` of the group's items at equal distances, the first and last included."""
+    """Return ``limit`` of the group's items at equal distances, the first and last included.
+
+    Of one, the middle: the first is often a corner (float64, an empty shape).
+    """
     if limit < 1:
         raise ValueError(f"--cases-per-test must be at least 1, got {limit}")
     if len(group) <= limit:
         return group
-    step = (len(group) - 1) / max(limit - 1, 1)
+    if limit == 1:
+        return [group[len(group) // 2]]
+    step = (len(group) - 1) / (limit - 1)
     return [group[round(i * step)] for i in range(limit)]

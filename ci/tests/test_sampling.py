@@ -27,7 +27,7 @@ def test_one():
         (5, 5, [0, 1, 2, 3, 4]),
         (3, 5, [0, 1, 2]),
         (9, 2, [0, 8]),
-        (9, 1, [0]),
+        (9, 1, [4]),
     ],
 )
 def test_spread(count, limit, expected):
