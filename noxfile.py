@@ -124,7 +124,8 @@ def tests(session, package):
         install_wheels(session, [package])
     install(session, "pytest-xdist")
     pytest(session, *paths, *options)
-    pytest(session, *paths, *options, builds=True)
+    # Few, or none: starting more processes would take longer.
+    pytest(session, *paths, *(PARALLEL if package == "together" else []), builds=True)
 
 
 def matrix_runs():

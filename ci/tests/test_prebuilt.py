@@ -65,6 +65,13 @@ def cpu(ops):
     return {f"cpu-{level}.so": ops for level in cpu_levels()}
 
 
+def switches(value):
+    """Id of a case: its switches alone, because sets print differently in every process."""
+    if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+        return ",".join(f"{name}={v!r}" for name, v in value.items()) or "none"
+    return None
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -82,7 +89,7 @@ def cpu(ops):
         ({"APEX_BUILD_AN_OP_OF_ANOTHER_PACKAGE": "1"}, None),
         ({"APEX_BUILD_AN_OP_OF_ANOTHER_PACKAGE": "0"}, cpu(ALL)),
     ],
-    ids=str,
+    ids=switches,
 )
 def test_cpu_switches(built, environ, expected):
     assert built(**environ) == expected
@@ -98,7 +105,7 @@ def test_cpu_switches(built, environ, expected):
         ({"APEX_BUILD_CUDA_OPS": "1", "APEX_BUILD_CPP_OPS": "0"}, {"cuda.so": ALL}),
         ({"APEX_BUILD_SGD": "1"}, cpu({"sgd"}) | {"cuda.so": {"sgd"}}),
     ],
-    ids=str,
+    ids=switches,
 )
 def test_gpu_switches(built, gpu_torch, environ, expected):
     assert built(**environ) == expected

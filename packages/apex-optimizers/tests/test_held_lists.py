@@ -147,9 +147,9 @@ def test_numbers_of_nobody_are_errors(kind, device):
         ADAGRAD_HELD: (0.1, 1e-8, 0.0, False, False),
     }[kind[2]]
     with pytest.raises(RuntimeError, match="no lists are held under the number -1;"):
-        kind[2].step(-1, [torch.ones(3, device=device)], *hyper)
+        kind[2].step(-1, 0, [torch.ones(3, device=device)], *hyper)
     with pytest.raises(NotImplementedError, match="cannot be traced"):
-        kind[2].step(1, [torch.ones(3, device="meta")], *hyper)
+        kind[2].step(1, 0, [torch.ones(3, device="meta")], *hyper)
 
 
 @pytest.mark.parametrize("materialize", [True, False])

@@ -1,6 +1,7 @@
 """All optimizers as torch.optim.Optimizer: hooks, schedulers, scalers, closures, compile, DCP."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -57,6 +58,19 @@ def assert_same(ours, theirs):
 
 def test_every_optimizer_is_here():
     assert set(MAKERS) == set(apex.optimizers.__all__)
+
+
+@all_optimizers
+def test_gradients_are_freed_when_they_are_set_to_none(make, device):
+    """Kept until the next step, they would stand in memory beside those of the next backward."""
+    params = make_params(device)
+    optimizer = make(params)
+    for _ in range(4):
+        set_grads(params)
+        optimizer.step()
+        watched = [weakref.ref(p.grad) for p in params]
+        optimizer.zero_grad(set_to_none=True)
+        assert [ref() for ref in watched] == [None] * len(params)
 
 
 @all_optimizers

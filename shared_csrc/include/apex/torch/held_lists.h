@@ -80,6 +80,27 @@ static inline int64_t hold_lists(Lists&... lists) {
   return held_lists().hold(std::move(kept));
 }
 
+// The lists of one call of a step operator, in the order in which it takes them.
+class HeldCall {
+ public:
+  // `held_grads` is the number under which this step's gradients are held by themselves, or 0: then
+  // `grads` are they. (Otherwise these only tell torch for which kind of device the call is.)
+  HeldCall(const char* op, int64_t held, int64_t held_grads, const TensorList& grads)
+      : lists_(held_lists().find(op, held)), grads_(&grads) {
+    if (held_grads == 0) return;
+    own_grads_ = held_lists().find(op, held_grads);
+    grads_ = &(*own_grads_)[1];
+  }
+
+  // Of all lists but the gradients, which are the second.
+  const TensorList& operator[](size_t index) const { return (*lists_)[index]; }
+  const TensorList& grads() const { return *grads_; }
+
+ private:
+  std::shared_ptr<const HeldLists::Lists> lists_, own_grads_;
+  const TensorList* grads_;
+};
+
 // Operators; the tensor says for which kind of device.
 static inline void release_lists(const Tensor&, int64_t held) { held_lists().release(held); }
 static inline int64_t held_count(const Tensor&) { return held_lists().size(); }

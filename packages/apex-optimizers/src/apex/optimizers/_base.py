@@ -169,8 +169,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_buckets(self.checked_buckets())
+        self.update_params()
         return loss
+
+    def update_params(self) -> None:
+        """Step all buckets, and keep no gradient: those set to None afterwards are to be freed."""
+        try:
+            self.step_buckets(self.checked_buckets())
+        finally:
+            self._buckets.drop_grads()
 
     def checked_buckets(self) -> list[Bucket]:
         """The buckets of this step, none of which will fail for its gradients."""

@@ -54,7 +54,7 @@ class Bucket:
         self.group = group
         self.params = params
         self.states = states
-        self.grads: list[Tensor] = []
+        self.grads: list[Tensor] = []  # of the step that is being taken
         self.is_sharded = is_sharded(params[0])
 
     @property
@@ -167,6 +167,12 @@ class BucketCache:
             buckets += cached.buckets
         self._state.remember(optimizer.state)
         return buckets
+
+    def drop_grads(self) -> None:
+        """Forget this step's gradients."""
+        for group in self._groups:
+            for bucket in group.buckets if group else ():
+                bucket.grads = []
 
 
 def _check(layout: StateLayout, params: list[Tensor], grads: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Lists that C++ keeps from step to step, so that only gradients are handed over at each.
+"""Lists that C++ keeps from step to step: parameters, states, and gradients that stay the same.
 
 Converting a list of tensors costs about 350 ns per tensor and step: more than updating 100 numbers.
 """
@@ -32,12 +32,13 @@ _LIST = re.compile(r"Tensor(\(\w!\))?\[\] ")
 class HeldOps:
     """The operators of one step operator on held lists; C++ for them is in the same folder.
 
-    ``hold`` keeps handles on the tensors of all lists but ``grads``, and returns their number.
-    They live until ``release``. Python's cycle collector does not see that, so that a tensor which
-    leads back to who releases the lists would never be freed. ``step`` takes that number, the
-    gradients, and what else the step operator takes: same checks, errors and results, and
-    RuntimeError for another number. Pointers, sizes and dtypes are read anew in each call, so
-    ``param.data = ...`` is noticed. ``count`` tells how many lots of lists are held.
+    ``hold`` keeps handles on the tensors of all lists of the step operator, of which any may be
+    empty, and returns their number. They live until ``release``. Python's cycle collector does not
+    see that, so that a tensor which leads back to who releases the lists would never be freed.
+    ``step`` takes that number, the number under which gradients are held or 0, the gradients (or,
+    where they are held, one of them), and what else the step operator takes: same checks, errors
+    and results, and RuntimeError for another number. Pointers, sizes and dtypes are read anew in
+    each call, so ``param.data = ...`` is noticed. ``count`` tells how many lots of lists are held.
 
     Args:
         plain: the step operator, called ``<name>_step``; the others are ``<name>_hold`` and so on.
@@ -52,11 +53,12 @@ class HeldOps:
         arguments = library.schemas[self._plain_name].partition("(")[2].rpartition(") ->")[0]
         lists = [_LIST.sub("Tensor[] ", a) for a in arguments.split(", ") if _LIST.match(a)]
         rest = [a for a in arguments.split(", ") if not _LIST.match(a)]
-        lists.remove("Tensor[] grads")
+        self.lists = len(lists)
+        self.grads_index = lists.index("Tensor[] grads")
         self.hold = self._define(f"{name}_hold", f"({', '.join(lists)}) -> int")
         self.release = self._define(f"{name}_release", "(Tensor like, int held) -> ()")
         self.count = self._define(f"{name}_held_count", "(Tensor like) -> int")
-        taken = ", ".join(["int held", "Tensor[] grads", *rest])
+        taken = ", ".join(["int held", "int held_grads", "Tensor[] grads", *rest])
         self.step = self._define(f"{name}_step_held", f"({taken}) -> ()")
 
     def _define(self, name: str, signature: str) -> Any:
@@ -70,11 +72,40 @@ class HeldOps:
 class HeldLists:
     """Owner of one lot of held lists; they are released with it. Not to be copied or pickled."""
 
-    def __init__(self, ops: HeldOps, lists: tuple[list[Tensor], ...]) -> None:
+    def __init__(self, ops: HeldOps, lists: list[list[Tensor]]) -> None:
         self.number: int = ops.hold(*lists)
+        like = next(tensors[0] for tensors in lists if tensors).new_empty(0)
         # The process ends without releasing: torch may be gone by then.
-        finalizer = weakref.finalize(self, _release, ops, lists[0][0].new_empty(0), self.number)
+        finalizer = weakref.finalize(self, _release, ops, like, self.number)
         finalizer.atexit = False
+
+
+class KeptGradients:
+    """Holds gradients, too, where every step has the same ones.
+
+    So it is where gradients are set to zero, or copied into, between steps. Where they are set to
+    None nothing may be held: they are to die at once. A weak reference tells the two apart.
+    """
+
+    def __init__(self, ops: HeldOps) -> None:
+        self._ops = ops
+        self._first: weakref.ref[Tensor] | None = None  # of the last step
+        self._kept: list[Tensor] | None = None  # what is held
+        self._held: HeldLists | None = None
+
+    def number_of(self, grads: list[Tensor]) -> int:
+        """The number under which these are held, or 0."""
+        if self._held is not None and _is_same(self._kept, grads):
+            return self._held.number
+        survived = self._first is not None and self._first() is grads[0]
+        self._kept = self._held = None
+        self._first = weakref.ref(grads[0])
+        if not survived or any(map(_may_refer, grads)):
+            return 0
+        lists: list[list[Tensor]] = [[] for _ in range(self._ops.lists)]
+        lists[self._ops.grads_index] = self._kept = list(grads)
+        self._held = HeldLists(self._ops, lists)
+        return self._held.number
 
 
 class Holder:
@@ -85,6 +116,7 @@ class Holder:
         self.may_hold = is_worth_holding(params)
         self._states: tuple[list[Tensor], ...] | None = None  # the last step's
         self._held: HeldLists | None = None  # params and _states
+        self._gradients = KeptGradients(ops)
 
     @property
     def held(self) -> HeldLists | None:
@@ -94,7 +126,7 @@ class Holder:
     def lists_of(
         self, params: list[Tensor], states: tuple[list[Tensor], ...], grads: list[Tensor]
     ) -> HeldLists | None:
-        """What to call the step with, or None where the lists themselves are to be handed over.
+        """What :meth:`step` will use, or None where the lists themselves are to be handed over.
 
         Args:
             params: the same in every call.
@@ -105,6 +137,7 @@ class Holder:
             return None
         if self._states is None or not _are_same(self._states, states):
             self._states, self._held = states, None
+            self._gradients = KeptGradients(self._ops)
             return None
         if not is_eager(grads):
             return None
@@ -112,14 +145,29 @@ class Holder:
             if not can_hold(params, states):
                 self.may_hold, self._states = False, None
                 return None
-            self._held = HeldLists(self._ops, (params, *states))
+            lists = [params, *states]
+            lists.insert(self._ops.grads_index, [])
+            self._held = HeldLists(self._ops, lists)
         return self._held
+
+    def step(self, grads: list[Tensor], *rest: Any) -> None:
+        """Call the step on what :meth:`lists_of` has just returned.
+
+        Args:
+            grads: of this step, perhaps copies in another layout.
+            rest: what the step operator takes after its lists.
+        """
+        held_grads = self._gradients.number_of(grads)
+        given = grads[:1] if held_grads else grads
+        self._ops.step(self._held.number, held_grads, given, *rest)
 
 
 def _are_same(kept: tuple[list[Tensor], ...], states: tuple[list[Tensor], ...]) -> bool:
-    return kept is states or all(
-        len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in zip(kept, states, strict=True)
-    )
+    return kept is states or all(map(_is_same, kept, states))
+
+
+def _is_same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _release(ops: HeldOps, like: Tensor, number: int) -> None:
@@ -156,9 +204,14 @@ def can_hold(params: list[Tensor], states: Iterable[list[Tensor]]) -> bool:
     )
 
 
-def _may_refer(param: Tensor) -> bool:
-    # Unpickled parameters have an empty dict of hooks, others None.
-    return bool(param._backward_hooks) or any(map(gc.is_tracked, vars(param).values()))
+def _may_refer(tensor: Tensor) -> bool:
+    # Unpickled parameters have an empty dict of hooks, others None. What a graph refers to is
+    # anybody's guess.
+    return (
+        bool(tensor._backward_hooks)
+        or tensor.grad_fn is not None
+        or any(map(gc.is_tracked, vars(tensor).values()))
+    )
 
 
 def is_eager(grads: list[Tensor]) -> bool:

@@ -30,11 +30,9 @@ class HoldingBucket(Bucket):
             self._kept = states if self._holder.may_hold else None
         else:
             states = self._kept
-        held = None
-        if op is self.held_ops.plain:
-            held = self._holder.lists_of(self.params, states, self.grads)
-        if held is not None:
-            return lambda grads: self.held_ops.step(held.number, grads, *hyper)
+        holder = self._holder
+        if op is self.held_ops.plain and holder.lists_of(self.params, states, self.grads):
+            return lambda grads: holder.step(grads, *hyper)
         params, *states = map(self.local, (self.params, *states))
         return lambda grads: op(params, grads, *states, *hyper)
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from .._gradients import check_dense, check_gradients, match_layouts
-from .._held import HeldLists, HeldOps, Holder
+from .._held import HeldOps, Holder
 from .._sharding import is_sharded, local_tensors, placement_of
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
 
 _grad_of = operator.attrgetter("grad")
 _dtype_of = operator.attrgetter("dtype")
-_device_of = operator.attrgetter("device")
+_device_index = Tensor.get_device  # faster than its attribute `device`, and tells as much here
 _buffer_of = operator.itemgetter(BUFFER)
 
 
@@ -52,11 +52,12 @@ class Launch:
         local = {name: local_tensors(getattr(self, name)) for name in lists}
         return dataclasses.replace(self, whole=self.params[0], **local)
 
-    def held_lists(self) -> HeldLists | None:
-        """Lists but those of gradients, if C++ has them already and they are still the same."""
+    def ready_holder(self) -> Holder | None:
+        """Who holds all lists but those of gradients, if C++ has them and they are the same."""
         if self.holder is None or self.whole is not None:
             return None
-        return self.holder.lists_of(self.params, (self.buffers, self.copies), self.grads)
+        held = self.holder.lists_of(self.params, (self.buffers, self.copies), self.grads)
+        return self.holder if held else None
 
     def match_gradients(self) -> bool:
         """Copy gradients whose memory is laid out differently; return whether there were any."""
@@ -122,7 +123,7 @@ class GroupLaunches:
         traits = (
             has_momentum,
             list(map(_dtype_of, params)),
-            list(map(_device_of, params)),
+            list(map(_device_index, params)),
             list(map(operator.is_, grads, itertools.repeat(None))),
             list(map(operator.is_, buffers, itertools.repeat(None))),
         )
@@ -136,14 +137,14 @@ class GroupLaunches:
         ]
 
     def _divide(self, lists: tuple[Sequence[Tensor], ...], traits: tuple[Any, ...]) -> None:
-        has_momentum, dtypes, devices, without_grad, without_buffer = traits
+        has_momentum, dtypes, _, without_grad, without_buffer = traits
         chosen: dict[tuple, list[int]] = {}
-        for i, (_, source, copy) in enumerate(zip(*lists, strict=True)):
+        for i, (param, source, copy) in enumerate(zip(*lists, strict=True)):
             if without_grad[i]:
                 continue
             copy_dtype = None if copy is None else copy.dtype
             is_first_run = has_momentum and without_buffer[i]
-            kind = (devices[i], dtypes[i], placement_of(source), source.dtype, copy_dtype)
+            kind = (param.device, dtypes[i], placement_of(source), source.dtype, copy_dtype)
             key = (*kind, is_first_run)
             chosen.setdefault(key, []).append(i)
         self._divisions = [

@@ -40,12 +40,14 @@ void adagrad_step(const TensorList& params, const TensorList& grads, const Tenso
   });
 }
 
-int64_t adagrad_hold(TensorList& params, TensorList& sums) { return hold_lists(params, sums); }
+int64_t adagrad_hold(TensorList& params, TensorList& grads, TensorList& sums) {
+  return hold_lists(params, grads, sums);
+}
 
-void adagrad_step_held(int64_t held, const TensorList& grads, double lr, double eps,
-                       double weight_decay, bool decoupled, bool maximize) {
-  auto lists = held_lists().find("adagrad_step_held", held);
-  adagrad_step((*lists)[0], grads, (*lists)[1], lr, eps, weight_decay, decoupled, maximize);
+void adagrad_step_held(int64_t held, int64_t held_grads, const TensorList& grads, double lr,
+                       double eps, double weight_decay, bool decoupled, bool maximize) {
+  HeldCall own("adagrad_step_held", held, held_grads, grads);
+  adagrad_step(own[0], own.grads(), own[2], lr, eps, weight_decay, decoupled, maximize);
 }
 
 }  // namespace

@@ -67,17 +67,16 @@ void adam_step(const TensorList& params, const TensorList& grads, const TensorLi
                 });
 }
 
-int64_t adam_hold(TensorList& params, TensorList& exp_avgs, TensorList& exp_avg_sqs,
-                  TensorList& masters) {
-  return hold_lists(params, exp_avgs, exp_avg_sqs, masters);
+int64_t adam_hold(TensorList& params, TensorList& grads, TensorList& exp_avgs,
+                  TensorList& exp_avg_sqs, TensorList& masters) {
+  return hold_lists(params, grads, exp_avgs, exp_avg_sqs, masters);
 }
 
-void adam_step_held(int64_t held, const TensorList& grads, double lr, double beta1, double beta2,
-                    double eps, double weight_decay, int64_t step, bool bias_correction,
-                    bool decoupled, bool maximize) {
-  auto lists = held_lists().find("adam_step_held", held);
-  const HeldLists::Lists& own = *lists;
-  adam_step(own[0], grads, own[1], own[2], own[3], lr, beta1, beta2, eps, weight_decay, step,
+void adam_step_held(int64_t held, int64_t held_grads, const TensorList& grads, double lr,
+                    double beta1, double beta2, double eps, double weight_decay, int64_t step,
+                    bool bias_correction, bool decoupled, bool maximize) {
+  HeldCall own("adam_step_held", held, held_grads, grads);
+  adam_step(own[0], own.grads(), own[2], own[3], own[4], lr, beta1, beta2, eps, weight_decay, step,
             bias_correction, decoupled, maximize);
 }
 

@@ -208,7 +208,7 @@ class FusedAdam(CompactStates):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_buckets(self.checked_buckets())
+        self.update_params()
         return loss
 
     def step_bucket(self, bucket: AdamBucket) -> None:

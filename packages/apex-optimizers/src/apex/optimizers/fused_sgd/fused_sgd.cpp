@@ -84,17 +84,17 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
   });
 }
 
-int64_t sgd_hold(TensorList& params, TensorList& buffers, TensorList& copies) {
-  return hold_lists(params, buffers, copies);
+int64_t sgd_hold(TensorList& params, TensorList& grads, TensorList& buffers, TensorList& copies) {
+  return hold_lists(params, grads, buffers, copies);
 }
 
-void sgd_step_held(int64_t held, const TensorList& grads, double lr,
+void sgd_step_held(int64_t held, int64_t held_grads, const TensorList& grads, double lr,
                    const std::optional<Tensor>& device_lr, double momentum, double dampening,
                    double weight_decay, bool nesterov, bool wd_after_momentum, bool first_run,
                    double gradient_scale, const std::optional<Tensor>& noop_flag) {
-  auto lists = held_lists().find("sgd_step_held", held);
-  sgd_step((*lists)[0], grads, (*lists)[1], (*lists)[2], lr, device_lr, momentum, dampening,
-           weight_decay, nesterov, wd_after_momentum, first_run, gradient_scale, noop_flag);
+  HeldCall own("sgd_step_held", held, held_grads, grads);
+  sgd_step(own[0], own.grads(), own[2], own[3], lr, device_lr, momentum, dampening, weight_decay,
+           nesterov, wd_after_momentum, first_run, gradient_scale, noop_flag);
 }
 
 }  // namespace

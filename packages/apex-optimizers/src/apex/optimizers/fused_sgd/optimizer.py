@@ -125,8 +125,8 @@ class FusedSGD(MomentumOptimizer):
             scale,
             None,
         )
-        if held := launch.held_lists():
-            SGD_HELD.step(held.number, launch.grads, *hyper)
+        if holder := launch.ready_holder():
+            holder.step(launch.grads, *hyper)
         else:
             lists = (launch.params, launch.grads, launch.buffers, launch.copies)
             sgd_step(*lists, *hyper)
