@@ -1,5 +1,8 @@
 """Lists of parameters that optimizers are timed on."""
 
+import itertools
+from collections.abc import Callable
+
 import torch
 
 # Element counts of parameters, and how often each occurs: torchvision's resnet50, 25.6 M in all,
@@ -34,3 +37,18 @@ def params_with_grads(
     for param in params:
         param.grad = torch.randn_like(param)
     return params
+
+
+def with_new_grads(
+    params: list[torch.nn.Parameter], step: Callable[[], object]
+) -> Callable[[], None]:
+    """``step``, before which every parameter is given another gradient, as by a backward pass."""
+    own = [[p.grad for p in params], [torch.randn_like(p) for p in params]]
+    turns = itertools.cycle(own)
+
+    def renewed() -> None:
+        for param, grad in zip(params, next(turns), strict=True):
+            param.grad = grad
+        step()
+
+    return renewed

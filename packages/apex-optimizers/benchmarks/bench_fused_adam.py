@@ -1,5 +1,6 @@
 """A whole AdamW step(), Python included.  Traffic per fp32 element: read p, g, m, v and write
-p, m, v = 28 bytes; per bf16 element with fp32 states 22."""
+p, m, v = 28 bytes; per bf16 element with fp32 states 22. Gradients are the same tensors in every
+step, unless they are "new": then giving each parameter another one is part of the time."""
 
 import importlib.util
 
@@ -7,16 +8,20 @@ import torch
 
 from apex.optimizers import FusedAdam
 from apex_testkit.bench import chosen_device, compare
-from apex_testkit.bench_models import RESNET50, models, params_with_grads
+from apex_testkit.bench_models import RESNET50, models, params_with_grads, with_new_grads
 
 DEVICE = chosen_device()
+TINY = "10,000 x 100"
+NEW_GRADS = f"{TINY}, new gradients"
 
 
 MODELS = models(DEVICE, resnet50=RESNET50)
 
 
-def stepper(cls, sizes, dtype=torch.float32, **options):
-    return cls(params_with_grads(sizes, DEVICE, dtype), lr=1e-3, weight_decay=0.01, **options).step
+def stepper(cls, sizes, dtype=torch.float32, has_new_grads=False, **options):
+    params = params_with_grads(sizes, DEVICE, dtype)
+    step = cls(params, lr=1e-3, weight_decay=0.01, **options).step
+    return with_new_grads(params, step) if has_new_grads else step
 
 
 def master_recipe(sizes):
@@ -36,26 +41,27 @@ def master_recipe(sizes):
     return step
 
 
-def peers(sizes):
+def peers(sizes, **options):
     """Contestants that are there: DeepSpeed where it is installed, on the CPU."""
     if DEVICE == "cuda" or not importlib.util.find_spec("deepspeed"):
         return {}
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return {"deepspeed": stepper(DeepSpeedCPUAdam, sizes, adamw_mode=True)}
+    return {"deepspeed": stepper(DeepSpeedCPUAdam, sizes, adamw_mode=True, **options)}
 
 
-for case, sizes in MODELS.items():
+for case, sizes in [*MODELS.items(), (NEW_GRADS, MODELS[TINY])]:
+    options = {"has_new_grads": case == NEW_GRADS}
     compare(
         "adamw_step",
         case,
         bytes_moved=28 * sum(sizes),
         device=DEVICE,
-        apex=stepper(FusedAdam, sizes),
-        torch_fused=stepper(torch.optim.AdamW, sizes, fused=True),
-        torch_foreach=stepper(torch.optim.AdamW, sizes, foreach=True),
-        torch_default=stepper(torch.optim.AdamW, sizes),
-        **peers(sizes),
+        apex=stepper(FusedAdam, sizes, **options),
+        torch_fused=stepper(torch.optim.AdamW, sizes, fused=True, **options),
+        torch_foreach=stepper(torch.optim.AdamW, sizes, foreach=True, **options),
+        torch_default=stepper(torch.optim.AdamW, sizes, **options),
+        **peers(sizes, **options),
     )
 
 sizes = MODELS["resnet50"]

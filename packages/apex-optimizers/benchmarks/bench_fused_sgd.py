@@ -1,28 +1,33 @@
 """A whole SGD step() with momentum, Python included.  Traffic per fp32 element: read p, g, buffer
-and write p, buffer = 20 bytes."""
+and write p, buffer = 20 bytes. Gradients are the same tensors in every step, unless they are "new":
+then giving each parameter another one is part of the time."""
 
 import torch
 
 from apex.optimizers.fused_sgd import FusedSGD
 from apex_testkit.bench import chosen_device, compare
-from apex_testkit.bench_models import RESNET50, models, params_with_grads
+from apex_testkit.bench_models import RESNET50, models, params_with_grads, with_new_grads
 
 DEVICE = chosen_device()
+TINY = "10,000 x 100"
+NEW_GRADS = f"{TINY}, new gradients"
 
 
-def stepper(cls, sizes, **options):
-    return cls(
-        params_with_grads(sizes, DEVICE), lr=1e-3, momentum=0.9, weight_decay=0.01, **options
-    ).step
+def stepper(cls, sizes, has_new_grads=False, **options):
+    params = params_with_grads(sizes, DEVICE)
+    step = cls(params, lr=1e-3, momentum=0.9, weight_decay=0.01, **options).step
+    return with_new_grads(params, step) if has_new_grads else step
 
 
-for case, sizes in models(DEVICE, resnet50=RESNET50).items():
+MODELS = models(DEVICE, resnet50=RESNET50)
+for case, sizes in [*MODELS.items(), (NEW_GRADS, MODELS[TINY])]:
+    options = {"has_new_grads": case == NEW_GRADS}
     compare(
         "sgd_step",
         case,
         bytes_moved=20 * sum(sizes),
         device=DEVICE,
-        apex=stepper(FusedSGD, sizes),
-        torch_fused=stepper(torch.optim.SGD, sizes, fused=True),
-        torch_foreach=stepper(torch.optim.SGD, sizes, foreach=True),
+        apex=stepper(FusedSGD, sizes, **options),
+        torch_fused=stepper(torch.optim.SGD, sizes, fused=True, **options),
+        torch_foreach=stepper(torch.optim.SGD, sizes, foreach=True, **options),
     )

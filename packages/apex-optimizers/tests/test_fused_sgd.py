@@ -166,6 +166,23 @@ def test_replaced_tensors_are_noticed(device):
     assert optimizer.state[param]["momentum_buffer"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_one_of_several_parameters_changes_its_dtype(momentum, device):
+    """The operator refuses the list, which is then divided anew; nothing is counted twice."""
+    params = [torch.nn.Parameter(torch.zeros(9, device=device)) for _ in range(3)]
+    steps = [[torch.ones_like(p) for p in params] for _ in range(3)]
+    optimizer = run_steps(FusedSGD, params, steps, lr=0.25, momentum=momentum)
+    params[1].data = params[1].data.bfloat16()
+    params[1].grad = None
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    moved = {0.0: -1.0, 0.5: -1.53125}[momentum]  # 0.25 x (1 + 1.5 + 1.75 + 1.875)
+    for p in params:
+        torch.testing.assert_close(p.detach(), torch.full_like(p, moved))
+    assert params[1].dtype == torch.bfloat16
+
+
 def test_nothing_to_do(device):
     param = torch.nn.Parameter(torch.ones(3, device=device))
     optimizer = FusedSGD([param], lr=0.1, momentum=0.9)

@@ -53,19 +53,22 @@ class TensorList {
   }
 
   TensorFacts facts(size_t index) const {
-    TensorFacts facts;
-    read_facts(index, 1, &facts);
+    TensorFacts facts{};
+    if (read_facts(index, 1, &facts) == 0) {
+      fail("tensor ", index, " of a list is not dense memory.");
+    }
     return facts;
   }
 
   // Facts of `count` tensors from `begin` on: one fact of all, then the next. Tensors are spread
   // over the heap, and this way the processor waits for several of them at once: half the time.
-  void read_facts(size_t begin, size_t count, TensorFacts* facts) const {
-    size_t failed = count;
+  // Returns how many have all facts: one that is not dense memory has no data.
+  size_t read_facts(size_t begin, size_t count, TensorFacts* facts) const {
+    size_t complete = count;
     auto read = [&](auto get, auto fact) {
       for (size_t i = 0; i < count; ++i) {
         bool is_read = get(handles_[begin + i], &(facts[i].*fact)) == TORCH_SUCCESS;
-        if (!is_read && i < failed) failed = i;
+        if (!is_read && i < complete) complete = i;
       }
     };
     read(aoti_torch_get_dtype, &TensorFacts::dtype);
@@ -74,7 +77,7 @@ class TensorList {
     read(aoti_torch_get_numel, &TensorFacts::numel);
     read(aoti_torch_is_contiguous, &TensorFacts::contiguous);
     read(aoti_torch_get_data_ptr, &TensorFacts::data);
-    if (failed < count) fail("tensor ", begin + failed, " of a list is not dense memory.");
+    return complete;
   }
 
 #if defined(APEX_EMU)

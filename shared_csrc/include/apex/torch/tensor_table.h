@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include <torch/csrc/stable/ops.h>
+
 #include "apex/core/table.h"
 #include "apex/torch/tensor_list.h"
 
@@ -71,29 +73,6 @@ inline void check_pair(const char* op, const NamedList& first, const NamedList& 
        "] is ", describe(b), ".");
 }
 
-// The facts of all lists, tensor by tensor, read a block of tensors at a time.
-class FactsReader {
- public:
-  explicit FactsReader(std::initializer_list<NamedList> lists)
-      : lists_(lists), block_(kBlock * lists.size()) {}
-
-  // Of tensor i of each list; i counts up from 0.
-  const TensorFacts* row(size_t i) {
-    if (i % kBlock == 0) {
-      size_t count = std::min(kBlock, lists_[0].tensors.size() - i);
-      for (size_t c = 0; c < lists_.size(); ++c) {
-        lists_[c].tensors.read_facts(i, count, block_.data() + c * kBlock);
-      }
-    }
-    return block_.data() + i % kBlock;
-  }
-  static constexpr size_t kBlock = 32;  // from one column of a row to the next, too
-
- private:
-  std::vector<NamedList> lists_;
-  std::vector<TensorFacts> block_;
-};
-
 inline Storage storage_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float:
@@ -121,46 +100,65 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
           list.tensors.size(), " tensors, but ", first.name, " has ", first.tensors.size(), ".");
     ++table.columns;
   }
-  if (first.tensors.empty()) return table;
-  table.data.reserve(first.tensors.size() * table.columns);
-  table.numel.reserve(first.tensors.size());
-
+  size_t count = first.tensors.size(), columns = lists.size();
+  if (count == 0) return table;
   std::vector<TensorFacts> references;  // of each list's first tensor
   for (const NamedList& list : lists) {
     references.push_back(list.tensors.facts(0));
     table.storage.push_back(storage_of(list.tensors[0].scalar_type()));
   }
-  FactsReader reader(lists);
-  for (size_t i = 0; i < first.tensors.size(); ++i) {
-    const TensorFacts* row = reader.row(i);
-    size_t column = 0;
-    int64_t numel = 0;
-    bool first_contiguous = true;
-    for (const NamedList& list : lists) {
-      const TensorFacts& facts = row[column * FactsReader::kBlock];
-      if (column == 0) {
-        numel = facts.numel;
-        first_contiguous = facts.contiguous;
+
+  table.data.resize(count * columns);
+  table.numel.resize(count);
+  std::vector<char> plain(count, true);  // whether a row needs no closer look
+  // Nothing is raised here: threads do it.
+  auto read = [&](int64_t begin, int64_t end) {
+    constexpr int64_t kBlock = 32;  // from one column of a row to the next, too
+    TensorFacts block[kBlock] = {};
+    for (int64_t i = begin; i < end; i += kBlock) {
+      size_t rows = static_cast<size_t>(std::min(kBlock, end - i));
+      for (size_t c = 0; c < columns; ++c) {
+        size_t complete = lists.begin()[c].tensors.read_facts(i, rows, block);
+        for (size_t k = 0; k < rows; ++k) {
+          const TensorFacts& facts = block[k];
+          size_t row = i + k;
+          if (c == 0) table.numel[row] = facts.numel;
+          table.data[row * columns + c] = facts.data;
+          plain[row] &= k < complete && facts.dtype == references[c].dtype &&
+                        facts.numel == table.numel[row] && facts.contiguous &&
+                        facts.device_type == references[0].device_type &&
+                        facts.device_index == references[0].device_index;
+        }
       }
-      bool plain = facts.dtype == references[column].dtype && facts.numel == numel &&
-                   facts.device_type == references[0].device_type &&
-                   facts.device_index == references[0].device_index && facts.contiguous &&
-                   first_contiguous;
-      if (!plain) {
-        check_pair(op, first, list, i, references[column].dtype, references[0].device_index);
-      }
-      table.data.push_back(facts.data);
-#if defined(APEX_EMU)
-      emulation::name_operand(facts.data, std::string(list.name) + "[" + std::to_string(i) + "]");
-#endif
-      ++column;
     }
-    if (numel > 0 || empty == Empty::kKeep) {
-      table.numel.push_back(numel);
-    } else {
-      table.data.resize(table.data.size() - table.columns);
-    }
+  };
+  constexpr int64_t kGrain = 1024;  // tensors whose facts are worth a thread
+  if (count <= kGrain) {
+    read(0, count);
+  } else {
+    torch::stable::parallel_for(0, count, kGrain, read);
   }
+
+  size_t kept = 0;
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t c = 0; c < columns && !plain[i]; ++c) {
+      const NamedList& list = lists.begin()[c];
+      list.tensors.facts(i);  // raises if it has none
+      check_pair(op, first, list, i, references[c].dtype, references[0].device_index);
+    }
+    if (table.numel[i] == 0 && empty == Empty::kLeaveOut) continue;
+    for (size_t c = 0; c < columns; ++c) {
+      void* data = table.data[i * columns + c];
+      table.data[kept * columns + c] = data;
+#if defined(APEX_EMU)
+      const char* name = lists.begin()[c].name;
+      emulation::name_operand(data, std::string(name) + "[" + std::to_string(i) + "]");
+#endif
+    }
+    table.numel[kept++] = table.numel[i];
+  }
+  table.data.resize(kept * columns);
+  table.numel.resize(kept);
   return table;
 }
 

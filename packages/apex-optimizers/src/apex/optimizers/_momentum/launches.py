@@ -83,7 +83,8 @@ class GroupLaunches:
     """Divides a parameter group by device, dtypes and presence of a momentum buffer.
 
     The division holds until parameters, their dtype or device, or the pattern of missing gradients
-    and buffers change. Gradients and buffers themselves are read anew in every step.
+    and buffers change. Gradients and buffers themselves are read anew in every step. Of one launch
+    alone the operator itself refuses parameters that changed, before it writes.
     """
 
     def __init__(self, optimizer: str, held_ops: HeldOps | None) -> None:
@@ -91,7 +92,8 @@ class GroupLaunches:
         self._held_ops = held_ops
         self._entries: list[dict | None] = []  # of the state, one per parameter
         self._lists: tuple[Sequence[Tensor | None], ...] = ()  # params and, with twins, theirs
-        self._traits: tuple[Any, ...] = ()
+        self._presence: tuple[Any, ...] = ()  # of momentum, gradients and buffers
+        self._traits: tuple[list, list] = ([], [])
         self._divisions: list[_Division] = []
 
     def collect(
@@ -101,6 +103,7 @@ class GroupLaunches:
         twins: dict[int, Tensor],
         use_model_grads: bool,
         is_same_state: bool,
+        is_only_group: bool,
     ) -> list[Launch]:
         """The launches of one step.
 
@@ -110,6 +113,7 @@ class GroupLaunches:
             twins: the model's 16-bit parameter, by ``id`` of its float32 master.
             use_model_grads: take the gradients of those, not of the masters.
             is_same_state: the state consists of the same dicts as in the last step.
+            is_only_group: the optimizer has no other.
         """
         params = group["params"]
         lists = _with_twins(params, twins, use_model_grads)
@@ -120,38 +124,38 @@ class GroupLaunches:
         grads = list(map(_grad_of, sources))
         has_momentum = group["momentum"] != 0
         buffers = _buffers(self._entries) if has_momentum else [None] * len(params)
-        traits = (
+        presence = (
             has_momentum,
-            list(map(_dtype_of, params)),
-            list(map(_device_index, params)),
             list(map(operator.is_, grads, itertools.repeat(None))),
             list(map(operator.is_, buffers, itertools.repeat(None))),
         )
-        is_new = not is_same or traits != self._traits
+        is_new = not is_same or presence != self._presence
+        if not is_new and not (is_only_group and len(self._divisions) == 1):
+            is_new = self._traits != _traits(params)
         if is_new:
-            self._divide((params, sources, copies), traits)
+            self._divide((params, sources, copies), presence)
             self._lists = tuple(map(list, lists))
         lists = (params, sources, copies, grads, buffers)
         return [
             _launch(self._optimizer, group, lists, division, is_new) for division in self._divisions
         ]
 
-    def _divide(self, lists: tuple[Sequence[Tensor], ...], traits: tuple[Any, ...]) -> None:
-        has_momentum, dtypes, _, without_grad, without_buffer = traits
+    def _divide(self, lists: tuple[Sequence[Tensor], ...], presence: tuple[Any, ...]) -> None:
+        has_momentum, without_grad, without_buffer = presence
         chosen: dict[tuple, list[int]] = {}
         for i, (param, source, copy) in enumerate(zip(*lists, strict=True)):
             if without_grad[i]:
                 continue
             copy_dtype = None if copy is None else copy.dtype
             is_first_run = has_momentum and without_buffer[i]
-            kind = (param.device, dtypes[i], placement_of(source), source.dtype, copy_dtype)
+            kind = (param.device, param.dtype, placement_of(source), source.dtype, copy_dtype)
             key = (*kind, is_first_run)
             chosen.setdefault(key, []).append(i)
         self._divisions = [
             _Division(indices, key[-1], self._holder([lists[0][i] for i in indices]))
             for key, indices in chosen.items()
         ]
-        self._traits = traits
+        self._presence, self._traits = presence, _traits(lists[0])
 
     def _holder(self, params: list[Tensor]) -> Holder | None:
         return None if self._held_ops is None else Holder(self._held_ops, params)
@@ -177,6 +181,10 @@ def _with_twins(
     if use_model_grads:
         sources = [p if c is None else c for p, c in zip(params, copies, strict=True)]
     return params, sources, copies
+
+
+def _traits(params: Sequence[Tensor]) -> tuple[list, list]:
+    return list(map(_dtype_of, params)), list(map(_device_index, params))
 
 
 def _buffers(entries: list[dict | None]) -> list[Tensor | None]:

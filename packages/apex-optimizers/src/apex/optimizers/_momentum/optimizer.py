@@ -169,7 +169,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._run_all(self._collect())
+            self._run_collected()
         except BaseException:
             self._forget_launches()  # divisions without their buffers must not be taken for old
             raise
@@ -180,6 +180,17 @@ class MomentumOptimizer(torch.optim.Optimizer):
     def _forget_launches(self) -> None:
         self._launches: list[GroupLaunches] = []
         self._seen_state = StateWatch()
+
+    def _run_collected(self) -> None:
+        launches = self._collect()
+        try:
+            self._run_all(launches)
+        except RuntimeError:
+            if len(launches) != 1 or launches[0].is_new:
+                raise
+            # It may have refused parameters whose dtype or device was changed, see GroupLaunches.
+            self._forget_launches()
+            self._run_all(self._collect())
 
     def _run_all(self, launches: list[Launch]) -> None:
         if len(launches) > 1:
@@ -199,7 +210,12 @@ class MomentumOptimizer(torch.optim.Optimizer):
             launch
             for group, launches in zip(self.param_groups, self._launches, strict=False)
             for launch in launches.collect(
-                group, self.state, twins, not self.materialize_master_grads, is_same_state
+                group,
+                self.state,
+                twins,
+                not self.materialize_master_grads,
+                is_same_state,
+                len(self.param_groups) == 1,
             )
         ]
 
