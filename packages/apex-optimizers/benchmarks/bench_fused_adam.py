@@ -8,7 +8,13 @@ import torch
 
 from apex.optimizers import FusedAdam
 from apex_testkit.bench import chosen_device, compare
-from apex_testkit.bench_models import RESNET50, models, params_with_grads, with_new_grads
+from apex_testkit.bench_models import (
+    RESNET50,
+    compiled_peer,
+    models,
+    params_with_grads,
+    with_new_grads,
+)
 
 DEVICE = chosen_device()
 TINY = "10,000 x 100"
@@ -41,13 +47,13 @@ def master_recipe(sizes):
     return step
 
 
-def peers(sizes, **options):
+def peers(sizes, dtype=torch.float32, **options):
     """Contestants that are there: DeepSpeed where it is installed, on the CPU."""
     if DEVICE == "cuda" or not importlib.util.find_spec("deepspeed"):
         return {}
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return {"deepspeed": stepper(DeepSpeedCPUAdam, sizes, adamw_mode=True, **options)}
+    return {"deepspeed": stepper(DeepSpeedCPUAdam, sizes, dtype, adamw_mode=True, **options)}
 
 
 for case, sizes in [*MODELS.items(), (NEW_GRADS, MODELS[TINY])]:
@@ -73,6 +79,7 @@ compare(
     apex=stepper(FusedAdam, sizes, torch.bfloat16),
     apex_masters=stepper(FusedAdam, sizes, torch.bfloat16, master_weights=True),
     torch_masters=master_recipe(sizes),
+    **peers(sizes, torch.bfloat16),
 )
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -88,3 +95,15 @@ compare(
     ),
     torch_fused_bf16=stepper(torch.optim.AdamW, sizes, BF16, fused=True),
 )
+
+# At the end: what the compiler leaves on the heap lies between the tensors of later cases.
+for case, sizes in MODELS.items():
+    if compiled := compiled_peer(torch.optim.AdamW, sizes, DEVICE):
+        compare(
+            "adamw_step_compiled",
+            case,
+            bytes_moved=28 * sum(sizes),
+            device=DEVICE,
+            apex=stepper(FusedAdam, sizes),
+            **compiled,
+        )

@@ -6,7 +6,13 @@ import torch
 
 from apex.optimizers.fused_sgd import FusedSGD
 from apex_testkit.bench import chosen_device, compare
-from apex_testkit.bench_models import RESNET50, models, params_with_grads, with_new_grads
+from apex_testkit.bench_models import (
+    RESNET50,
+    compiled_peer,
+    models,
+    params_with_grads,
+    with_new_grads,
+)
 
 DEVICE = chosen_device()
 TINY = "10,000 x 100"
@@ -31,3 +37,15 @@ for case, sizes in [*MODELS.items(), (NEW_GRADS, MODELS[TINY])]:
         torch_fused=stepper(torch.optim.SGD, sizes, fused=True, **options),
         torch_foreach=stepper(torch.optim.SGD, sizes, foreach=True, **options),
     )
+
+# At the end: what the compiler leaves on the heap lies between the tensors of later cases.
+for case, sizes in MODELS.items():
+    if compiled := compiled_peer(torch.optim.SGD, sizes, DEVICE, momentum=0.9):
+        compare(
+            "sgd_step_compiled",
+            case,
+            bytes_moved=20 * sum(sizes),
+            device=DEVICE,
+            apex=stepper(FusedSGD, sizes),
+            **compiled,
+        )

@@ -91,6 +91,7 @@ def _kernels(device_type: str, allow_banned: bool) -> Iterator[tuple[str, Callab
 
 def _banned(device_type: str, allow_banned: bool) -> Callable[..., torch.Tensor]:
     op = torch.ops.aten.binary_cross_entropy.default
+    without_autocast = _WithoutAutocast(device_type)
     # A script may have taken the function out of the list.
     text = dict(functional_overrides.BANNED_FUNCS).get(_BANNED)
 
@@ -98,7 +99,7 @@ def _banned(device_type: str, allow_banned: bool) -> Callable[..., torch.Tensor]
         values = (*args, *kwargs.values())
         if text is not None and not allow_banned and any(_is_half(value) for value in values):
             raise NotImplementedError(text)
-        with _without_autocast(device_type):
+        with without_autocast:
             if text is None:
                 return op(*args, **kwargs)
             return op(*map(_to_float32, args), **{k: _to_float32(v) for k, v in kwargs.items()})
@@ -107,7 +108,7 @@ def _banned(device_type: str, allow_banned: bool) -> Callable[..., torch.Tensor]
 
 
 def _refusing(name: str, device_type: str) -> Callable[..., torch.Tensor]:
-    op = _overload(name)
+    op, without_autocast = _overload(name), _WithoutAutocast(device_type)
     function = name.partition(".")[0]
 
     def run(this: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -117,7 +118,7 @@ def _refusing(name: str, device_type: str) -> Callable[..., torch.Tensor]:
                 f"Use {function.rstrip('_')} without the underscore; or call .float() on the "
                 "tensor; or, to compute in 16 bits, put `with amp.disable_casts():` around it."
             )
-        with _without_autocast(device_type):
+        with without_autocast:
             return op(this, *map(_to_float32, args), **kwargs)
 
     return run
@@ -126,11 +127,11 @@ def _refusing(name: str, device_type: str) -> Callable[..., torch.Tensor]:
 def _cast_first(
     name: str, make: Callable[[Sequence[Any]], Cast | None], device_type: str
 ) -> Callable[..., Any]:
-    op = _overload(name)
+    op, without_autocast = _overload(name), _WithoutAutocast(device_type)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         cast = make((*args, *kwargs.values()))
-        with _without_autocast(device_type):
+        with without_autocast:
             if cast is None:
                 return op(*args, **kwargs)
             return op(*map(cast, args), **{k: cast(v) for k, v in kwargs.items()})
@@ -143,14 +144,20 @@ def _overload(name: str) -> Callable[..., Any]:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-@contextlib.contextmanager
-def _without_autocast(device_type: str) -> Iterator[None]:
-    before = torch.is_autocast_enabled(device_type)
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before)
+class _WithoutAutocast:
+    """Autocast is off within; a kernel of its dispatch key is called only while it is on.
+
+    A class, and one instance for all calls: ``contextlib`` costs more than most casts.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self._device_type, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self._device_type, True)
 
 
 def _is_half(value: Any) -> bool:
