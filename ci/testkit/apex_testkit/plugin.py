@@ -52,7 +52,10 @@ def pytest_configure(config):
         "builds: compiles kernels at run time; skipping such a test is a failure, deselect it "
         'with -m "not builds" where building is forbidden',
     )
-    config.addinivalue_line("markers", "slow: takes many seconds; not part of samples of tests")
+    config.addinivalue_line(
+        "markers",
+        "slow: takes seconds, and tells nothing new on another torch; not part of samples",
+    )
     torch.set_num_threads(int(config.getini("apex_threads")))
     config.stash[_devices_key] = _chosen_devices(config)
 

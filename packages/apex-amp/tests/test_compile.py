@@ -67,6 +67,25 @@ def test_compiled_training(level):
         assert torch.equal(call(torch.ones(2, 8)), model(torch.ones(2, 8)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_training_of_generated_code(level):
+    """torch's default compiler fuses, so it rounds at fewer places than eager code."""
+    torch._dynamo.reset()
+    start = network()
+    model, optimizer = build(level, copy.deepcopy(start))
+    expected = torch.stack(train(model, optimizer, steps=6))
+    model, optimizer = build(level, start)
+    call = torch.compile(model, fullgraph=True)
+    actual = torch.stack(train(model, optimizer, call, steps=6))
+    eps = torch.finfo(torch.bfloat16 if level == "O5" else torch.float16).eps
+    torch.testing.assert_close(actual, expected, rtol=4 * eps, atol=0)
+    assert actual[-1] < actual[0]
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        assert call(x).dtype is model(x).dtype
+
+
 def test_compiled_method():
     """``model.compile()`` compiles in place."""
     torch._dynamo.reset()

@@ -77,6 +77,7 @@ def test_dtypes_mix_in_one_group(case, device):
     check_all(reference, params, values, grads)
 
 
+@pytest.mark.slow
 def test_ten_thousand_tiny_parameters(case, device):
     make, reference = case
     values = torch.randn(10_000, 7, device=device)

@@ -150,6 +150,7 @@ def test_memory_formats_of_parameter_and_gradient(grad_layout, device):
     assert_follows(params, values, grads, 2, lr=0.1)  # rounded once in each of two steps
 
 
+@pytest.mark.slow
 def test_ten_thousand_tiny_parameters(device):
     values = torch.randn(10_000, 7, device=device)
     grads = torch.randn(2, 10_000, 7, device=device)

@@ -181,6 +181,7 @@ def test_available_is_not_state_of_the_class(monkeypatch):
     assert broken.available
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["apex.multi_tensor_apply", "apex.optimizers", "amp_C"])
 def test_modules_may_be_imported_in_any_order(first):
     """Operators and their modules have the same names: LAMB once called the module."""
