@@ -67,7 +67,6 @@ def test_compiled_training(level):
         assert torch.equal(call(torch.ones(2, 8)), model(torch.ones(2, 8)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_training_of_generated_code(level):
     """torch's default compiler fuses, so it rounds at fewer places than eager code."""
