@@ -26,6 +26,12 @@ def numbers(device, dtype=torch.float32):
     return torch.rand(3, device=device, dtype=dtype)
 
 
+def on_device(device, lr=0.25, step=3, inv_scale=0.5, found_inf=0.0):
+    """What novograd_step can read on the device."""
+    numbers = [torch.tensor([number], device=device) for number in (lr, step, inv_scale, found_inf)]
+    return numbers[0], numbers[1].int(), *numbers[2:]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_ops_pass_opcheck(dtype, device):
     params, grads, own = lists(device, dtype)
@@ -33,7 +39,10 @@ def test_ops_pass_opcheck(dtype, device):
     opcheck_samples(adagrad_step, [(params, grads, state, *ADAGRAD) for state in (own, wide)])
     opcheck_samples(
         novograd_step,
-        [(params, grads, state, numbers(device), *NOVOGRAD) for state in (own, wide)],
+        [
+            (params, grads, own, numbers(device), *NOVOGRAD),
+            (params, grads, wide, numbers(device), *NOVOGRAD, None, *on_device(device)),
+        ],
     )
     norms = [numbers(device, torch.promote_types(dtype, torch.float32)) for _ in range(2)]
     flag = torch.zeros(1, dtype=torch.int32, device=device)
@@ -89,6 +98,33 @@ def test_lars_reads_the_learning_rate_on_the_device(device):
     assert all(torch.equal(a, b) for a, b in zip(params, expected[0], strict=True))
 
 
+@pytest.mark.parametrize("first_run", [False, True])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_novograd_uses_numbers_on_the_device_instead(dtype, step, first_run, device):
+    params, grads, moments = lists(device, dtype)
+    norms = numbers(device)
+    other = copy.deepcopy([params, [g * 2 for g in grads], moments, norms])  # doubling is exact
+    flags = (True, True, False, False)
+    novograd_step(
+        params, grads, moments, norms, 0.25, *NOVOGRAD[1:5], step, *flags,
+        first_run and step == 1, False,
+    )  # fmt: skip
+    given = (7.0, *NOVOGRAD[1:5], 9, *flags, first_run, False, None, *on_device(device, step=step))
+    novograd_step(*other, *given)
+    assert torch.equal(norms, other[3])
+    for ours, theirs in ((params, other[0]), (moments, other[2])):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_novograd_does_nothing_where_the_flag_is_set(device):
+    own = [*lists(device), numbers(device)]
+    before = copy.deepcopy(own)
+    novograd_step(*own, *NOVOGRAD, None, *on_device(device, found_inf=1.0))
+    for now, then in zip(own, before, strict=True):
+        assert all(map(torch.equal, now, then))
+
+
 def test_ops_name_what_does_not_match(device):
     p, g, m = lists(device)
     half, double = [t.half() for t in p], [t.double() for t in p]
@@ -106,6 +142,8 @@ def test_ops_name_what_does_not_match(device):
         (novograd_step, (p, g, m, n.double(), *NOVOGRAD), "norms float32 or.*norms float64"),
         (novograd_step, (half, half, half, n.half(), *NOVOGRAD), "norms must be float32"),
         (novograd_step, (p, g, m, n[:2], *NOVOGRAD), r"norms must hold 3 .*got \[2\] float32"),
+        (novograd_step, (p, g, m, n, *NOVOGRAD, None, n), "device_lr must .*one"),
+        (novograd_step, (p, g, m, n, *NOVOGRAD, None, None, n[:1]), "device_step"),
         (novograd_step, (p, g, m, n.repeat(2)[::2], *NOVOGRAD), "norms must hold 3 contiguous"),
         (lars_step, (p, short, m, [], n, n, *LARS, None), r"size mismatch.*grads\[2\] is \[4\]"),
         (lars_step, (p, half, m, [], n, n, *LARS, None), "params are float32, but grads are"),

@@ -64,9 +64,11 @@ CASES = {
     "adam": stepper(FusedAdam),
     "adam_capturable": stepper(FusedAdam, capturable=True),
     "lamb": stepper(FusedLAMB),
+    "lamb_capturable": stepper(FusedLAMB, capturable=True),
     "lars": stepper(FusedLARS, momentum=0.9),
     "mixed_lamb": stepper(FusedMixedPrecisionLamb),
     "novograd": stepper(FusedNovoGrad),
+    "novograd_capturable": stepper(FusedNovoGrad, capturable=True),
     "sgd": stepper(FusedSGD, momentum=0.9),
 }
 all_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -100,11 +102,13 @@ def test_ops_in_a_graph(case):
     [
         (FusedAdagrad, {}),
         (FusedAdam, {"capturable": True}),
+        (FusedLAMB, {"capturable": True}),
         (FusedLARS, {"momentum": 0.9}),
         (FusedMixedPrecisionLamb, {}),
+        (FusedNovoGrad, {"capturable": True}),
         (FusedSGD, {"momentum": 0.9}),
     ],
-    ids=["adagrad", "adam", "lars", "mixed_lamb", "sgd"],
+    ids=["adagrad", "adam", "lamb", "lars", "mixed_lamb", "novograd", "sgd"],
 )
 def test_captured_steps_go_on_where_the_last_ended(cls, options):
     """A captured step, replayed, does what as many plain steps do: step counts live on the GPU."""
@@ -141,7 +145,8 @@ def test_captures_that_would_repeat_a_step_number_are_refused(cls, device, monke
     param = torch.nn.Parameter(torch.ones(3, device=device))
     param.grad = torch.ones_like(param)
     optimizer = cls([param])
-    with pytest.raises(RuntimeError, match="CUDA graph is being captured, but this optimizer"):
+    message = rf"CUDA graph is being captured.*{cls.__name__}\(\.\.\., capturable=True\)"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     assert torch.equal(param, torch.ones_like(param))
     assert not optimizer.state
@@ -149,7 +154,8 @@ def test_captures_that_would_repeat_a_step_number_are_refused(cls, device, monke
 
 def test_captures_that_may_be_replayed_are_not_refused(device, monkeypatch):
     monkeypatch.setattr("apex.optimizers._base.is_capturing", lambda params: True)
-    for cls, options in [(FusedAdagrad, {}), (FusedAdam, {"capturable": True})]:
+    capturable = [(c, {"capturable": True}) for c in (FusedAdam, FusedLAMB, FusedNovoGrad)]
+    for cls, options in [(FusedAdagrad, {}), *capturable]:
         param = torch.nn.Parameter(torch.ones(3, device=device))
         param.grad = torch.ones_like(param)
         cls([param], **options).step()

@@ -46,7 +46,7 @@ OPTIMIZERS = {
     "novograd": (
         FusedNovoGrad,
         novograd_reference,
-        {"lr": 1e-2},
+        {"lr": 2**-7},
         {
             "weight_decay": 0.1,
             "betas": (0.95, 0.98),
@@ -55,6 +55,7 @@ OPTIMIZERS = {
             "norm_type": 0,
             "init_zero": True,
             "bias_correction": False,
+            "capturable": True,
         },
     ),
     "sgd": (

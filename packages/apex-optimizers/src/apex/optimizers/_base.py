@@ -11,6 +11,7 @@ from torch import Tensor
 from ._buckets import MASTER, Bucket, BucketCache, StateLayout, state_dtype
 from ._checks import check_duplicates, check_params
 from ._state import complete_groups, load_state, separate_steps
+from ._step_numbers import StepNumbers
 
 
 def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -28,6 +29,9 @@ def is_capturing(params: list[Tensor]) -> bool:
     return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+_KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling", "_dummy_overflow_buf")
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here; a subclass checks hyper-parameters and steps one bucket.
 
@@ -40,7 +44,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     bucket_class: ClassVar[type[Bucket]] = Bucket
 
     set_grad_none = True
-    capturable = False
+    capturable = False  # whether lr and step are on the device
+    _step_supports_amp_scaling = False  # looked at by torch.amp.GradScaler
     # Whether a captured step may be replayed all the same: its formula does not count steps.
     replayable: ClassVar[bool] = False
     master_weights = False
@@ -119,6 +124,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.capturable and not isinstance(group["lr"], Tensor):
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
 
+    def set_capturable(self, capturable: bool) -> None:
+        """Take the constructor's argument, before there are parameters."""
+        self.capturable = capturable
+        # torch.amp.GradScaler.step() then sets grad_scale and found_inf instead of unscaling.
+        self._step_supports_amp_scaling = capturable
+
+    def numbers_of(self, bucket: Bucket) -> StepNumbers:
+        """Learning rate, count and scale of the bucket's next step."""
+        if self.capturable:
+            return StepNumbers.on_device(self, bucket)
+        return StepNumbers.on_host(bucket)
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set them to None, or to zero.
 
@@ -133,7 +150,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         complete_groups(self.param_groups, self.defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("set_grad_none", "_dummy_overflow_buf", *self.kept_attributes)
+        kept = (*_KEPT, *self.kept_attributes)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,9 +212,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         raise RuntimeError(
             f"{self.layout.optimizer}.step: a CUDA graph is being captured, but this optimizer "
-            "counts its steps on the host: every replay would take the number of this one. Step "
-            "outside the graph, or use FusedAdam(capturable=True), FusedMixedPrecisionLamb, "
-            "FusedSGD, FusedLARS or FusedAdagrad."
+            "counts its steps on the host: every replay would take the number of this one. Make "
+            f"it with {self.layout.optimizer}(..., capturable=True), or step outside the graph."
         )
 
     def step_buckets(self, buckets: list[Bucket]) -> None:

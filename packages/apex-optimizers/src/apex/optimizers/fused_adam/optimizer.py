@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._buckets import MASTER, StateLayout
 from .._checks import check_betas, check_lr, check_not_negative
-from .._sharding import whole_number
 from .buckets import AdamBucket
 from .checks import check_legacy
 from .compact_states import CompactStates
@@ -95,14 +94,12 @@ class FusedAdam(CompactStates):
     layout = StateLayout("FusedAdam", ("exp_avg", "exp_avg_sq"), has_masters=True)
     kept_attributes = (
         "adam_w_mode",
-        "capturable",
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
         "layout",
         "master_weights",
         "store_param_remainders",
         "use_decoupled_grad",
-        "_step_supports_amp_scaling",
     )
     bucket_class = AdamBucket
 
@@ -131,7 +128,7 @@ class FusedAdam(CompactStates):
             raise RuntimeError("FusedAdam: amsgrad=True is not supported; use torch.optim.AdamW.")
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
-        self.capturable = capturable
+        self.set_capturable(capturable)
         self.master_weights = master_weights
         self.set_storage(
             exp_avg_dtype,
@@ -140,8 +137,6 @@ class FusedAdam(CompactStates):
             store_param_remainders,
             use_decoupled_grad,
         )
-        # torch.amp.GradScaler.step() then sets grad_scale and found_inf instead of unscaling.
-        self._step_supports_amp_scaling = capturable
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -219,15 +214,13 @@ class FusedAdam(CompactStates):
 
     def _step_eager(self, bucket: AdamBucket) -> None:
         group = bucket.group
-        beta1, beta2 = group["betas"]
-        step = bucket.step_number + 1
+        numbers = self.numbers_of(bucket)
         hyper = (
-            float(group["lr"]),
-            beta1,
-            beta2,
+            numbers.lr,
+            *group["betas"],
             group["eps"],
             group["weight_decay"],
-            step,
+            numbers.step,
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
         )
@@ -236,34 +229,22 @@ class FusedAdam(CompactStates):
             bucket.run(compact_step, bucket.scales, *hyper, gradient_scale)
         else:
             bucket.run(adam_step, *hyper, bool(group["maximize"]))
-        bucket.set_step(step)
+        numbers.count(bucket)
 
     def _step_capturable(self, bucket: AdamBucket) -> None:
-        group = bucket.group
-        beta1, beta2 = group["betas"]
-        device = bucket.params[0].device
-        # Schedulers may have put another number, or a tensor elsewhere, into the group.
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-        scale = getattr(self, "grad_scale", None)
-        found_inf = whole_number(getattr(self, "found_inf", None))
-        inv_scale = None if scale is None else scale.to(device, torch.double).reciprocal().float()
-        found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
+        group, numbers = bucket.group, self.numbers_of(bucket)
         bucket.check()
-        # This call's flag decides: a skipped step does not count.
-        counted = bucket.step_tensor
-        step = counted + (1 if found_inf is None else (found_inf == 0).to(counted.dtype))
         bucket.run(
             adam_step_capturable,
-            group["lr"],
-            step,
-            inv_scale,
-            found_inf,
-            beta1,
-            beta2,
+            numbers.device_lr,
+            numbers.device_step,
+            numbers.inv_scale,
+            numbers.found_inf,
+            *group["betas"],
             group["eps"],
             group["weight_decay"],
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
             bool(group["maximize"]),
         )
-        counted.copy_(step)
+        numbers.count(bucket)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from .._base import FusedOptimizer
 from .._checks import check_betas, check_lr, check_not_negative
-from .buckets import LambBucket
+from .._step_numbers import Scaling
+from .buckets import LambBucket, share_grad_norm
+from .ops import lamb_step
 
 
 class LambOptimizer(FusedOptimizer):
@@ -26,11 +30,39 @@ class LambOptimizer(FusedOptimizer):
             )
         super().__init__(params, defaults)
 
+    def step_buckets(self, buckets: list[LambBucket]) -> None:
+        share_grad_norm(buckets, Scaling.of(self).inv_scale)
+        super().step_buckets(buckets)
+
     def check_group(self, group: dict[str, Any]) -> None:
         name = self.layout.optimizer
         check_lr(name, group["lr"])
         check_betas(name, group["betas"])
         check_not_negative(name, group, ("eps", "weight_decay", "max_grad_norm"))
+
+    def step_bucket(self, bucket: LambBucket) -> None:
+        group, numbers = bucket.group, self.numbers_of(bucket)
+        bucket.run(
+            _lamb_step if self.layout.has_masters else _plain_step,
+            numbers.lr,
+            numbers.device_lr,
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            numbers.step,
+            numbers.device_step,
+            bool(group["bias_correction"]),
+            bool(group["grad_averaging"]),
+            bool(self.adam_w_mode),
+            bool(self.use_nvlamb),
+            bool(group["maximize"]),
+            bucket.grad_norm,
+            group["max_grad_norm"],
+            None,
+            numbers.inv_scale,
+            numbers.found_inf,
+        )
+        numbers.count(bucket)
 
     @property
     def multi_tensor_l2norm(self) -> Callable[..., Any]:
@@ -38,3 +70,21 @@ class LambOptimizer(FusedOptimizer):
         import amp_C
 
         return amp_C.multi_tensor_l2norm
+
+
+def _plain_step(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list, exp_avg_sqs: list, *hyper: Any
+) -> None:
+    lamb_step(params, grads, exp_avgs, exp_avg_sqs, [], *hyper)
+
+
+def _lamb_step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    *hyper: Any,
+) -> None:
+    updated, copies = (masters, params) if masters else (params, [])
+    lamb_step(updated, grads, exp_avgs, exp_avg_sqs, copies, *hyper)

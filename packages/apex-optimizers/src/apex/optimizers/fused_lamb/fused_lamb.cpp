@@ -5,6 +5,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
+#include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
 #include "stages.h"
 
@@ -26,12 +27,6 @@ TensorTable columns_of(const TensorTable& table, std::initializer_list<int> colu
   return chosen;
 }
 
-template <class S>
-const S* optional_number(const char* op, const char* name, const OptionalTensor& number,
-                         const Tensor& like) {
-  return number ? number_near<S>(op, name, *number, like) : nullptr;
-}
-
 void set_grad_norm(const char* op, LambHyper& hyper, const OptionalTensor& norm,
                    const Tensor& like) {
   if (!norm) return;
@@ -40,25 +35,6 @@ void set_grad_norm(const char* op, LambHyper& hyper, const OptionalTensor& norm,
   } else {
     hyper.global_grad_norm = number_near<float>(op, "global_grad_norm", *norm, like);
   }
-}
-
-struct DeviceNumbers {
-  const OptionalTensor &lr, &step, &max_grad_norm, &inv_scale, &found_inf;
-};
-
-void set_device_numbers(const char* op, LambHyper& hyper, const DeviceNumbers& numbers,
-                        const Tensor& like) {
-  hyper.device_lr = optional_number<float>(op, "device_lr", numbers.lr, like);
-  hyper.device_step = optional_number<int>(op, "device_step", numbers.step, like);
-  hyper.device_max_grad_norm =
-      optional_number<float>(op, "device_max_grad_norm", numbers.max_grad_norm, like);
-  hyper.inverse_scale = optional_number<float>(op, "inv_scale", numbers.inv_scale, like);
-  hyper.found_inf = optional_number<float>(op, "found_inf", numbers.found_inf, like);
-}
-
-void set_corrections(LambHyper& hyper, double step) {
-  hyper.correction1 = hyper.bias_correction ? 1 - std::pow(hyper.beta1, step) : 1;
-  hyper.correction2 = hyper.bias_correction ? 1 - std::pow(hyper.beta2, step) : 1;
 }
 
 // Calls body<P, M>() for the dtypes of parameters and moments.
@@ -177,13 +153,13 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
                                      : make_table(op, {p, g, m, v, c}, Empty::kKeep);
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
-  LambHyper hyper{beta1,          beta2,     eps,        weight_decay, bias_correction,
-                  grad_averaging, decoupled, use_nvlamb, maximize,     lr};
+  LambHyper hyper{beta1, beta2, eps, weight_decay, grad_averaging, decoupled, use_nvlamb, maximize};
+  hyper.numbers = make_step_numbers(lr, step, {beta1, beta2, bias_correction});
+  set_device_numbers(op, hyper.numbers, {device_lr, device_step, inv_scale, found_inf}, like);
   hyper.max_grad_norm = max_grad_norm;
-  set_corrections(hyper, static_cast<double>(step));
+  hyper.device_max_grad_norm =
+      optional_number<float>(op, "device_max_grad_norm", device_max_grad_norm, like);
   set_grad_norm(op, hyper, global_grad_norm, like);
-  set_device_numbers(op, hyper,
-                     {device_lr, device_step, device_max_grad_norm, inv_scale, found_inf}, like);
   ScalarType dtype = like.scalar_type(), grad = grads[0].scalar_type();
   ScalarType moment = exp_avgs[0].scalar_type();
   Context context(like);
@@ -229,8 +205,8 @@ void lamb_stage1(const TensorList& grads, const TensorList& params, const Tensor
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
   check_grads(op, like.scalar_type(), grads[0].scalar_type());
-  LambHyper hyper{beta1, beta2, eps, 0.0, true, true, true};
-  set_corrections(hyper, static_cast<double>(step));
+  LambHyper hyper{beta1, beta2, eps, 0.0, true, true};
+  hyper.numbers = make_step_numbers(0, step, {beta1, beta2, true});
   set_grad_norm(op, hyper, global_grad_norm, like);
   hyper.max_grad_norm = max_grad_norm;
   const float* decays =

@@ -11,45 +11,26 @@
 
 #include <cmath>
 
+#include "apex/core/step_numbers.h"
 #include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
 
-// The numbers of a step before they are rounded to the compute type. A pointer that is not null is
-// read in place of the number beside it.
+// The numbers of a step before they are rounded to the compute type.
 struct LambHyper {
   double beta1, beta2, eps, weight_decay;
-  bool bias_correction, grad_averaging, decoupled, use_nvlamb = false, maximize = false;
-  double lr = 0;
-  const float* device_lr = nullptr;
-  // 1 - beta^step, or 1 without bias correction.
-  double correction1 = 1, correction2 = 1;
-  const int* device_step = nullptr;
+  bool grad_averaging, decoupled, use_nvlamb = false, maximize = false;
+  StepNumbers numbers{};
   // Of all gradients as they are given, in either type; both null: no clipping.
   const float* global_grad_norm = nullptr;
   const double* global_grad_norm_wide = nullptr;
-  double max_grad_norm = 0;  // 0: no clipping
-  const float* device_max_grad_norm = nullptr;
-  const float* inverse_scale = nullptr;  // null: 1
-  const float* found_inf = nullptr;      // null: 0
-
-  APEX_HD bool skip() const { return found_inf != nullptr && *found_inf != 0; }
-
-  APEX_HD double learning_rate() const {
-    return device_lr != nullptr ? static_cast<double>(*device_lr) : lr;
-  }
-
-  // 1 - beta^step, given what the host computed from the step it knows.
-  APEX_HD double correction(double beta, double on_host) const {
-    if (device_step == nullptr || !bias_correction) return on_host;
-    return 1 - pow(beta, static_cast<double>(*device_step));
-  }
+  double max_grad_norm = 0;                     // 0: no clipping
+  const float* device_max_grad_norm = nullptr;  // not null: read instead
 
   // What gradients are multiplied by: sign, inverse loss scale and clipping.
   APEX_HD double gradient_factor() const {
-    double factor = maximize ? -1 : 1;
-    if (inverse_scale != nullptr) factor *= *inverse_scale;
+    double factor = (maximize ? -1 : 1) * numbers.gradient_scale();
     double norm = 0, limit = max_grad_norm;
     if (global_grad_norm != nullptr) norm = *global_grad_norm;
     if (global_grad_norm_wide != nullptr) norm = *global_grad_norm_wide;
@@ -71,8 +52,8 @@ struct LambDirection {
 
 template <class T>
 APEX_HD LambDirection<T> make_direction(const LambHyper& hyper) {
-  return {static_cast<T>(1 / hyper.correction(hyper.beta1, hyper.correction1)),
-          static_cast<T>(1 / hyper.correction(hyper.beta2, hyper.correction2)),
+  return {static_cast<T>(1 / hyper.numbers.correction(hyper.beta1, hyper.numbers.correction1)),
+          static_cast<T>(1 / hyper.numbers.correction(hyper.beta2, hyper.numbers.correction2)),
           static_cast<T>(hyper.eps), static_cast<T>(hyper.decoupled ? hyper.weight_decay : 0)};
 }
 
@@ -119,7 +100,7 @@ struct LambFirstPass {
 
   LambHyper hyper;
 
-  APEX_HD bool skip() const { return hyper.skip(); }
+  APEX_HD bool skip() const { return hyper.numbers.skip(); }
   APEX_HD LambMoments<T> prepare() const { return make_moments<T>(hyper); }
 };
 
@@ -170,9 +151,9 @@ struct LambSecondPass {
   LambHyper hyper;
   const double* squares;  // [tensors, 2]
 
-  APEX_HD bool skip() const { return hyper.skip(); }
+  APEX_HD bool skip() const { return hyper.numbers.skip(); }
   APEX_HD auto prepare() const {
-    double lr = hyper.learning_rate();
+    double lr = hyper.numbers.learning_rate();
     bool adapts = hyper.use_nvlamb || hyper.weight_decay != 0;
     if constexpr (kMoments) {
       return LambTensors<T, LambMoments<T>, kCopy>{lr, adapts, squares, make_moments<T>(hyper)};

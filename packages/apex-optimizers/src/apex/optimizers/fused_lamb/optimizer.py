@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._buckets import Bucket, StateLayout
+from .._buckets import StateLayout
 from .base import LambOptimizer
-from .buckets import LambBucket, share_grad_norm
-from .ops import lamb_step
 
 
 class FusedLAMB(LambOptimizer):
@@ -47,6 +45,7 @@ class FusedLAMB(LambOptimizer):
             between groups.
         use_nvlamb: use the ratio of norms also in groups without decay.
         maximize: ascend.
+        capturable: keep ``lr`` and ``step`` on the device; see :class:`FusedAdam`.
 
     State, per parameter, same shape and memory format as the parameter:
         ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters (8 bytes per
@@ -97,7 +96,9 @@ class FusedLAMB(LambOptimizer):
         use_nvlamb: bool = False,
         *,
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
+        self.set_capturable(capturable)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
@@ -119,38 +120,3 @@ class FusedLAMB(LambOptimizer):
         import amp_C
 
         return amp_C.multi_tensor_lamb
-
-    def step_buckets(self, buckets: list[Bucket]) -> None:
-        share_grad_norm(buckets)
-        super().step_buckets(buckets)
-
-    def step_bucket(self, bucket: LambBucket) -> None:
-        group = bucket.group
-        step = bucket.step_number + 1
-        bucket.run(
-            _lamb_step,
-            float(group["lr"]),
-            None,
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            step,
-            None,
-            bool(group["bias_correction"]),
-            bool(group["grad_averaging"]),
-            bool(self.adam_w_mode),
-            bool(self.use_nvlamb),
-            bool(group["maximize"]),
-            bucket.grad_norm,
-            group["max_grad_norm"],
-            None,
-            None,
-            None,
-        )
-        bucket.set_step(step)
-
-
-def _lamb_step(
-    params: list[Tensor], grads: list[Tensor], exp_avgs: list, exp_avg_sqs: list, *hyper: Any
-) -> None:
-    lamb_step(params, grads, exp_avgs, exp_avg_sqs, [], *hyper)

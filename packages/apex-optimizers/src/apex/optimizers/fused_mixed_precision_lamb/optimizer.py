@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .._base import FusedOptimizer
-from .._buckets import MASTER, Bucket, StateLayout
+from .._buckets import MASTER, StateLayout
 from .._checks import check_lr
+from .._step_numbers import Scaling
 from ..fused_lamb.base import LambOptimizer
-from ..fused_lamb.buckets import share_grad_norm
-from ..fused_lamb.ops import lamb_step
+from ..fused_lamb.buckets import LambBucket
 from .arguments import check_reduced_precision, check_step, given_grad_scaler
-from .numbers import MixedPrecisionBucket, Scaling, is_foreign, own_numbers
+from .groups import own_numbers
 
 
 class FusedMixedPrecisionLamb(LambOptimizer):
@@ -87,9 +87,7 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         counts_group_steps=False,
     )
     kept_attributes = (*LambOptimizer.kept_attributes, "reduced_precision_dtype")
-    bucket_class = MixedPrecisionBucket
     capturable = True
-    # torch.amp.GradScaler.step() then sets grad_scale and found_inf instead of unscaling.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -199,51 +197,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             if patched is not None:
                 self.step = patched
 
-    def step_buckets(self, buckets: list[Bucket]) -> None:
-        scaling = Scaling.of(self)
-        for bucket in buckets:
-            bucket.scaling = scaling
-            if is_foreign(bucket.group["lr"]):
-                own_numbers(bucket.group)
-        share_grad_norm(buckets, scaling.inv_scale)
+    def step_buckets(self, buckets: list[LambBucket]) -> None:
         super().step_buckets(buckets)
+        scaling = Scaling.of(self)
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
             group["step"] += scaling.counted(group["step"].device)
-
-    def step_bucket(self, bucket: MixedPrecisionBucket) -> None:
-        group, device = bucket.group, bucket.params[0].device
-        inv_scale, found_inf = bucket.scaling.on(device)
-        step = bucket.step_tensor + bucket.scaling.counted(device)
-        bucket.run(
-            _lamb_step,
-            0.0,
-            group["lr"].to(device),
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            0,
-            step,
-            bool(group["bias_correction"]),
-            bool(group["grad_averaging"]),
-            bool(self.adam_w_mode),
-            bool(self.use_nvlamb),
-            bool(group["maximize"]),
-            bucket.grad_norm,
-            group["max_grad_norm"],
-            None,
-            inv_scale,
-            found_inf,
-        )
-        bucket.step_tensor.copy_(step)
-
-
-def _lamb_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    masters: list[Tensor],
-    *hyper: Any,
-) -> None:
-    updated, copies = (masters, params) if masters else (params, [])
-    lamb_step(updated, grads, exp_avgs, exp_avg_sqs, copies, *hyper)

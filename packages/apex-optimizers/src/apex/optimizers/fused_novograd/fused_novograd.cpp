@@ -8,11 +8,14 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
+#include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
 namespace {
+
+using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "novograd_step";
 
@@ -34,12 +37,12 @@ double* grad_norms(const Context& context, const TensorTable& grads, bool is_max
 // The running norms as one more list, of a single tensor.
 template <class N>
 void blend(const Context& context, N* norms, double* grad_norms, int64_t tensors,
-           const BlendNorms& functor) {
+           const NovoGradHyper& hyper) {
   TensorTable table;
   table.columns = 2;
   table.data = {norms, grad_norms};
   table.numel = {tensors};
-  foreach<InOut<N>, In<double>>(context, table, functor);
+  foreach<InOut<N>, In<double>>(context, table, BlendAllNorms{hyper});
 }
 
 void check_norms(const char* name, const Tensor& norms, const TensorList& params) {
@@ -77,7 +80,9 @@ void novograd_step(const TensorList& params, const TensorList& grads, const Tens
                    const Tensor& norms, double lr, double beta1, double beta2, double eps,
                    double weight_decay, int64_t step, bool bias_correction, bool grad_averaging,
                    bool reg_inside_moment, bool is_max_norm, bool first_run, bool maximize,
-                   const std::optional<Tensor>& given_norms) {
+                   const OptionalTensor& given_norms, const OptionalTensor& device_lr,
+                   const OptionalTensor& device_step, const OptionalTensor& inv_scale,
+                   const OptionalTensor& found_inf) {
   if (params.empty()) return;
   // Tensors without elements keep their rows: norms belong to indices of the lists.
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs};
@@ -89,25 +94,20 @@ void novograd_step(const TensorList& params, const TensorList& grads, const Tens
   check(grads[0].scalar_type() == dtype, kOp, ": params are ", dtype_name(dtype),
         ", but grads are ", dtype_name(grads[0].scalar_type()),
         ". Gradients must have their parameter's dtype.");
-  NovoGradHyper hyper{lr,
-                      beta1,
-                      beta2,
-                      eps,
-                      weight_decay,
-                      static_cast<double>(step),
-                      bias_correction,
-                      grad_averaging,
-                      maximize};
+  NovoGradHyper hyper{beta1,    beta2,     eps, weight_decay, grad_averaging, is_max_norm,
+                      maximize, first_run, {}};
+  hyper.numbers = make_step_numbers(lr, step, {beta1, beta2, bias_correction});
+  set_device_numbers(kOp, hyper.numbers, {device_lr, device_step, inv_scale, found_inf}, params[0]);
   Context context(params[0]);
   dispatch_novograd(
       dtype, exp_avgs[0].scalar_type(), norms.scalar_type(), [&]<class P, class M, class N>() {
         N* running = data<N>(norms, "norms");
         double* own = given_norms ? data<double>(*given_norms, "grad_norms")
                                   : grad_norms<P>(context, grad_table, is_max_norm);
-        blend(context, running, own, table.tensors(), BlendNorms{beta2, is_max_norm, first_run});
+        blend(context, running, own, table.tensors(), hyper);
         dispatch_bool(reg_inside_moment, [&]<bool kInside>() {
           foreach<InOut<P>, In<P>, InOut<M>>(
-              context, table, make_novograd_steps<compute_t<P>, kInside>(hyper, running));
+              context, table, NovoGradSteps<compute_t<P>, N, kInside>{hyper, running});
         });
       });
 }

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "apex/core/types.h"
+#include "apex/core/step_numbers.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
@@ -18,12 +18,13 @@ struct BlendNorms {
   double beta2;
   bool is_max_norm;  // blends the norms themselves, not their squares
   bool first_run;    // the running norm is not read: it becomes the gradient's norm
+  double scale;      // of the gradient, whose norm is taken before it is scaled
 
   APEX_HD void operator()(double& norm, double& grad_norm) const {
-    double alpha2 = 1 - beta2;
-    double blended = is_max_norm ? beta2 * norm + alpha2 * grad_norm
-                                 : std::sqrt(beta2 * norm * norm + alpha2 * grad_norm * grad_norm);
-    norm = first_run ? grad_norm : blended;
+    double alpha2 = 1 - beta2, other = scale * grad_norm;
+    double blended = is_max_norm ? beta2 * norm + alpha2 * other
+                                 : std::sqrt(beta2 * norm * norm + alpha2 * other * other);
+    norm = first_run ? other : blended;
   }
 };
 
@@ -35,11 +36,11 @@ struct NovoGradStep {
   T lr, beta1, weight_decay;
   T alpha1;               // 1 - beta1, or 1 without averaging; in double by the caller
   T inverse_correction1;  // 1 / (1 - beta1^t), or 1 without bias correction
-  T sign;                 // of the gradient: -1 to maximize
+  T factor;               // of the gradient: its scale, negative to maximize
   T denominator;          // of this tensor
 
   APEX_HD void operator()(T& p, T& g, T& m) const {
-    T gradient = sign * g;
+    T gradient = factor * g;
     if constexpr (kInside) {
       m = beta1 * m + alpha1 * (gradient / denominator + weight_decay * p);
       p -= lr * (m * inverse_correction1);
@@ -50,9 +51,9 @@ struct NovoGradStep {
   }
 };
 
-// The step of every tensor, whose running norm is norms[i], of type N.
+// The steps of all tensors, whose running norms are norms[i], of type N.
 template <class T, class N, bool kInside>
-struct NovoGradSteps {
+struct NovoGradTensors {
   NovoGradStep<T, kInside> step;  // without its denominator
   T eps;
   T inverse_correction2;  // 1 / sqrt(1 - beta2^t), or 1 without bias correction
@@ -67,27 +68,51 @@ struct NovoGradSteps {
 
 // The numbers of a step before they are rounded to the compute type.
 struct NovoGradHyper {
-  double lr, beta1, beta2, eps, weight_decay;
-  double step;  // 1 for the first
-  bool bias_correction, grad_averaging, maximize;
+  double beta1, beta2, eps, weight_decay;
+  bool grad_averaging, is_max_norm, maximize;
+  bool first_run;  // whether a first step does not read the running norms
+  StepNumbers numbers;
+
+  // The host tells first_run of the step it knows.
+  APEX_HD bool is_first() const {
+    return first_run && (numbers.device_step == nullptr || *numbers.device_step == 1);
+  }
 };
 
-template <class T, bool kInside, class N>
-NovoGradSteps<T, N, kInside> make_novograd_steps(const NovoGradHyper& hyper, const N* norms) {
-  double correction1 = 1, correction2 = 1;
-  if (hyper.bias_correction) {
-    correction1 = 1 - std::pow(hyper.beta1, hyper.step);
-    correction2 = std::sqrt(1 - std::pow(hyper.beta2, hyper.step));
+struct BlendAllNorms {
+  using value_type = double;
+
+  NovoGradHyper hyper;
+
+  APEX_HD bool skip() const { return hyper.numbers.skip(); }
+  APEX_HD BlendNorms prepare() const {
+    return {hyper.beta2, hyper.is_max_norm, hyper.is_first(), hyper.numbers.gradient_scale()};
   }
-  NovoGradStep<T, kInside> step{static_cast<T>(hyper.lr),
-                                static_cast<T>(hyper.beta1),
-                                static_cast<T>(hyper.weight_decay),
-                                static_cast<T>(hyper.grad_averaging ? 1 - hyper.beta1 : 1),
-                                static_cast<T>(1 / correction1),
-                                hyper.maximize ? T(-1) : T(1),
-                                T(1)};
-  return {step, static_cast<T>(hyper.eps), static_cast<T>(1 / correction2), norms};
-}
+};
+
+template <class T, class N, bool kInside>
+struct NovoGradSteps {
+  using value_type = T;
+
+  NovoGradHyper hyper;
+  const N* norms;  // [tensors]
+
+  APEX_HD bool skip() const { return hyper.numbers.skip(); }
+  APEX_HD NovoGradTensors<T, N, kInside> prepare() const {
+    const StepNumbers& numbers = hyper.numbers;
+    double correction1 = numbers.correction(hyper.beta1, numbers.correction1);
+    double correction2 = numbers.correction(hyper.beta2, numbers.correction2);
+    double factor = (hyper.maximize ? -1 : 1) * numbers.gradient_scale();
+    NovoGradStep<T, kInside> step{static_cast<T>(numbers.learning_rate()),
+                                  static_cast<T>(hyper.beta1),
+                                  static_cast<T>(hyper.weight_decay),
+                                  static_cast<T>(hyper.grad_averaging ? 1 - hyper.beta1 : 1),
+                                  static_cast<T>(1 / correction1),
+                                  static_cast<T>(factor),
+                                  T(1)};
+    return {step, static_cast<T>(hyper.eps), static_cast<T>(1 / std::sqrt(correction2)), norms};
+  }
+};
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::optimizers

@@ -11,7 +11,8 @@ from .._ops import library
     "novograd_step(Tensor(a!)[] params, Tensor[] grads, Tensor(c!)[] exp_avgs, Tensor(d!) norms, "
     "float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
     "bool bias_correction, bool grad_averaging, bool reg_inside_moment, bool is_max_norm, "
-    "bool first_run, bool maximize, Tensor? grad_norms=None) -> ()"
+    "bool first_run, bool maximize, Tensor? grad_norms=None, Tensor? device_lr=None, "
+    "Tensor? device_step=None, Tensor? inv_scale=None, Tensor? found_inf=None) -> ()"
 )
 def novograd_step(
     params: list[Tensor],
@@ -31,11 +32,16 @@ def novograd_step(
     first_run: bool,
     maximize: bool,
     grad_norms: Tensor | None = None,
+    device_lr: Tensor | None = None,
+    device_step: Tensor | None = None,
+    inv_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One NovoGrad step over lists of tensors, in place and without waiting for the device.
 
     Lists have one length; tensor ``i`` of each list has the same number of elements and layout.
-    With ``N = norms[i]``, ``n`` the norm of ``grads[i]``, ``g = grads[i]``, negated to maximize::
+    With ``N = norms[i]``, ``n`` the norm of ``g``, ``g = inv_scale * grads[i]``, negated to
+    maximize::
 
         N = n if first_run
             else beta2 * N + (1 - beta2) * n if is_max_norm
@@ -57,9 +63,13 @@ def novograd_step(
         step: 1 for the first step.
         bias_correction: without it both divisors with ``step`` are 1.
         is_max_norm: ``n`` is the largest absolute value, not the Euclidean norm.
-        first_run: the content of ``norms`` is not used.
-        grad_norms: float64 [len(params)]: the gradients' norms, where ``grads`` are shards of them.
-            None: they are taken here.
+        first_run: the content of ``norms`` is not used; with ``device_step`` only where that is 1.
+        grad_norms: float64 [len(params)]: the norms of the gradients as they are given, not scaled,
+            where ``grads`` are shards of them. None: they are taken here.
+        device_lr: float32, one element; used instead of ``lr`` and read on the device.
+        device_step: int32, one element; used instead of ``step``.
+        inv_scale: float32, one element: gradients are multiplied by it. None is 1.
+        found_inf: float32, one element; where it is not 0 nothing is changed. None is 0.
 
     Raises:
         RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.

@@ -13,6 +13,7 @@ from .._buckets import StateLayout
 from .._checks import check_betas, check_lr, check_not_negative
 from .._sharding import norms_of, reduce_over_shards
 from .._state import matching_params
+from .._step_numbers import StepNumbers
 from .norms import NORMS, GroupNorms, NovoGradBucket, conform
 from .ops import novograd_step
 
@@ -49,6 +50,7 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: :math:`N_0 = 0` instead of :math:`N_1 = \lVert g_1 \rVert`.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.
         maximize: go up instead of down.
+        capturable: keep ``lr`` and ``step`` on the device; see :class:`FusedAdam`.
 
     State, per parameter:
         ``exp_avg``: :math:`m`, same shape and memory format as the parameter, float32, or float64
@@ -105,9 +107,11 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: bool = True,
         *,
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedNovoGrad: amsgrad=True is not supported.")
+        self.set_capturable(capturable)
         self.moment_mode = 0 if reg_inside_moment else 1
         self.set_grad_none = set_grad_none
         self._norms = GroupNorms()
@@ -170,30 +174,43 @@ class FusedNovoGrad(FusedOptimizer):
         norms = vector
         if slots is not None:
             norms = vector.index_select(0, slots).to(bucket.params[0].device)
-        step = bucket.step_number + 1
-        if step == 1 and group["init_zero"]:
-            norms.zero_()
-        beta1, beta2 = group["betas"]
+        numbers = self.numbers_of(bucket)
+        if group["init_zero"]:
+            _zero_at_first_step(norms, numbers)
+        is_first = numbers.device_step is not None or numbers.step == 1
         bucket.run(
             novograd_step,
             norms,
-            float(group["lr"]),
-            beta1,
-            beta2,
+            numbers.lr,
+            *group["betas"],
             group["eps"],
             group["weight_decay"],
-            step,
+            numbers.step,
             bool(group["bias_correction"]),
             bool(group["grad_averaging"]),
             self.moment_mode == 0,
             group["norm_type"] == 0,
-            step == 1 and not group["init_zero"],
+            is_first and not group["init_zero"],
             bool(group["maximize"]),
             _norms_of_shards(bucket) if bucket.is_sharded else None,
+            numbers.device_lr,
+            numbers.device_step,
+            numbers.inv_scale,
+            numbers.found_inf,
         )
         if slots is not None:
             vector.index_copy_(0, slots, norms.to(vector.device))
-        bucket.set_step(step)
+        numbers.count(bucket)
+
+
+def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> None:
+    if numbers.device_step is not None:
+        is_first = numbers.device_step == 1
+        if numbers.found_inf is not None:  # a skipped step has the number of the one before
+            is_first = is_first & (numbers.found_inf == 0)
+        norms.masked_fill_(is_first, 0.0)
+    elif numbers.step == 1:
+        norms.zero_()
 
 
 def _norms_of_shards(bucket: NovoGradBucket) -> Tensor:

@@ -1,0 +1,84 @@
+"""The numbers of a step: on the host, or on the device, where a captured graph reads them anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._buckets import Bucket
+from ._sharding import whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """What a GradScaler hands over, for one step."""
+
+    inv_scale: Tensor | None  # float32, one element; None: gradients are not scaled
+    found_inf: Tensor | None  # float32, one element; not 0: skip the step. None: 0
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling:
+        """From the attributes that ``torch.amp.GradScaler.step`` sets."""
+        scale = getattr(optimizer, "grad_scale", None)
+        found_inf = whole_number(getattr(optimizer, "found_inf", None))
+        return cls(
+            # Rounded once: a division in float32 is not exact on every device.
+            None if scale is None else scale.double().reciprocal().float(),
+            None if found_inf is None else found_inf.float(),
+        )
+
+    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """``inv_scale`` and ``found_inf`` on a device."""
+        return tuple(
+            None if number is None else number.to(device)
+            for number in (self.inv_scale, self.found_inf)
+        )
+
+    def counted(self, device: torch.device) -> Tensor | int:
+        """By how much this step advances a count: by 0 where it is skipped."""
+        found_inf = self.on(device)[1]
+        return 1 if found_inf is None else (found_inf == 0).to(torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNumbers:
+    """What changes from step to step; with ``capturable`` the tensors count, else the numbers."""
+
+    lr: float
+    step: int  # 1 for the first
+    device_lr: Tensor | None = None  # float32, one element
+    device_step: Tensor | None = None  # int32 [1]
+    inv_scale: Tensor | None = None  # float32, one element; None: 1
+    found_inf: Tensor | None = None  # float32, one element; not 0: skip the step. None: 0
+
+    @classmethod
+    def on_host(cls, bucket: Bucket) -> StepNumbers:
+        return cls(float(bucket.group["lr"]), bucket.step_number + 1)
+
+    @classmethod
+    def on_device(cls, optimizer: torch.optim.Optimizer, bucket: Bucket) -> StepNumbers:
+        """Those of a bucket's next step, without waiting for its device."""
+        device, scaling = bucket.params[0].device, Scaling.of(optimizer)
+        # This call's flag decides: a skipped step does not count.
+        step = bucket.step_tensor + scaling.counted(device)
+        return cls(0.0, 0, _device_lr(bucket.group, device), step, *scaling.on(device))
+
+    def count(self, bucket: Bucket) -> None:
+        """Let the bucket's parameters have taken this step."""
+        if self.device_step is None:
+            bucket.set_step(self.step)
+        else:
+            bucket.step_tensor.copy_(self.device_step)
+
+
+def _device_lr(group: dict[str, Any], device: torch.device) -> Tensor:
+    """The learning rate, which the group keeps where graphs can read it."""
+    lr = group["lr"]
+    own = torch.as_tensor(lr, dtype=torch.float32, device=device)
+    # Schedulers may have put another number, or a tensor elsewhere, into the group.
+    if not isinstance(lr, Tensor) or lr.dtype != own.dtype or lr.device.type != device.type:
+        group["lr"] = own
+    return own
