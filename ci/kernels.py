@@ -31,6 +31,7 @@ WARNING = re.compile(r"\bwarning\b", re.IGNORECASE)
 # Of these, no one can do anything in a kernel's source.
 NOISE = re.compile(r"\d+ warnings? generated|argument unused during compilation")
 
+GPU_HEADER = ROOT / "shared_csrc" / "include" / "apex" / "core" / "gpu.h"
 OUTPUT = ROOT / ".nox" / "kernels"
 EVIDENCE_ARCH = MATRIX["cuda"]["evidence"]
 
@@ -112,6 +113,7 @@ def judge(found: dict[str, dict]) -> list[str]:
     spills, narrow = accepted.get("spill", []), accepted.get("narrow", [])
     complaints = []
     for op in found.values():
+        complaints += ptxas.large_shared_variables(op["op"], op["resources"], variable_bytes())
         complaints += ptxas.unaccepted_spills(op["op"], op["resources"], spills)
         complaints += sass.narrow_kernels(op["op"], op["accesses"], narrow)
     present = [(op["op"], kernel["kernel"]) for op in found.values() for kernel in op["resources"]]
@@ -121,6 +123,11 @@ def judge(found: dict[str, dict]) -> list[str]:
         if not any(ptxas.names(entry, *kernel) for kernel in present):
             complaints.append(f"ci/accepted_kernels.toml: there is no kernel {entry['kernel']}")
     return complaints
+
+
+def variable_bytes() -> int:
+    """Return how many bytes of shared variables the engines plan for."""
+    return int(re.search(r"kSharedVariableBytes = (\d+);", GPU_HEADER.read_text())[1])
 
 
 def table(found: dict[str, dict]) -> str:

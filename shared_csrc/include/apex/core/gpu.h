@@ -24,8 +24,11 @@ inline namespace APEX_BACKEND_NS {
 
 inline constexpr int kGroupLanes = 32;
 
-// Dynamic shared memory that every supported GPU grants without opting in.
+// Shared memory of a block, variables and dynamic memory together, that every supported GPU grants
+// without opting in.
 inline constexpr size_t kSharedBytes = 48 * 1024;
+// What variables of a kernel with dynamic memory take of it at most; ci/kernels.py checks that.
+inline constexpr size_t kSharedVariableBytes = 1024;
 
 template <class T>
 APEX_DEVICE T shuffle_xor(T value, int mask) {

@@ -286,7 +286,7 @@ void rowwise(const Context& context, int64_t rows, int64_t columns, const Progra
   // A multiple of 8 elements keeps every slot aligned for 16-byte vectors.
   int64_t stride = (columns + 7) / 8 * 8;
   size_t shared_bytes = block.y * stages_of<Program>() * stride * sizeof(T);
-  if (shared_bytes > kSharedBytes || stages_of<Program>() == 0) {
+  if (shared_bytes > kSharedBytes - kSharedVariableBytes || stages_of<Program>() == 0) {
     stride = 0;
     shared_bytes = 0;
   }
