@@ -22,7 +22,7 @@ cases = pytest.mark.parametrize(
 
 
 def operands(dtype, columns, device):
-    x, dy = torch.randn(2, 2, columns, device=device).to(dtype).unbind()
+    x, dy = torch.randn(2, 1, columns, device=device).to(dtype).unbind()
     weight, bias = torch.randn(2, columns, device=device).to(dtype).unbind()
     return x, weight, bias, dy
 
