@@ -36,6 +36,9 @@ def sources_digest(package: str, environment: dict[str, str]) -> str:
     for name in sorted(environment):
         if name.startswith("APEX_BUILD_") or name in _BUILD_VARIABLES:
             state.update(f"{name}={environment[name]}\n".encode())
+    # An sdist lists the ops and legacy modules of all packages.
+    named = files(":(glob)packages/*/src/*.py", "packages/*.cpp")
+    state.update("\n".join(path.stem for path in named).encode())
     folder = ROOT / "packages" / package
     for path in files(str(folder), *_SHARED_SOURCES):
         if path.is_relative_to(folder) and path.relative_to(folder).parts[0] in _NOT_PACKED:

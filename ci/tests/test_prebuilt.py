@@ -9,11 +9,12 @@ from environments import ROOT
 
 sys.path.insert(0, str(ROOT / "shared_csrc"))
 
-from native import prebuilt, toolchain
+from native import prebuilt, switches, toolchain
 from native.errors import BuildError
 from native.targets import cpu_levels
 
 ALL = {"adam", "sgd", "scale", "norm"}
+SIBLINGS = {"XENTROPY", "FUSED_LAYER_NORM", "AMP_C", "SYNCBN"}
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def cpu(ops):
     return {f"cpu-{level}.so": ops for level in cpu_levels()}
 
 
-def switches(value):
+def case_id(value):
     """Id of a case: its switches alone, because sets print differently in every process."""
     if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
         return ",".join(f"{name}={v!r}" for name, v in value.items()) or "none"
@@ -86,10 +87,21 @@ def switches(value):
         ({"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_ADAM": "1"}, cpu(ALL)),
         ({"APEX_BUILD_OLD_C": "1"}, cpu({"adam", "scale", "norm"})),
         ({"APEX_BUILD_OLD_C": "1", "APEX_BUILD_NORM": "0"}, cpu({"adam", "scale"})),
-        ({"APEX_BUILD_AN_OP_OF_ANOTHER_PACKAGE": "1"}, None),
-        ({"APEX_BUILD_AN_OP_OF_ANOTHER_PACKAGE": "0"}, cpu(ALL)),
+        ({"APEX_BUILD_XENTROPY": "1"}, cpu(ALL)),
+        ({"APEX_BUILD_XENTROPY": "1", "APEX_BUILD_CPP_OPS": "0"}, None),
+        ({"APEX_BUILD_XENTROPY": "1", "APEX_BUILD_ADAM": "1"}, cpu({"adam"})),
+        ({"APEX_BUILD_AMP_C": "0"}, cpu(ALL)),
+        ({"APEX_BUILD_IN_NO_PACKAGE": "0"}, cpu(ALL)),
+        ({"APEX_BUILD_STRING": "rc1"}, cpu(ALL)),
+        ({"APEX_BUILD_STRING": "1", "APEX_BUILD_ADAM": "1"}, cpu({"adam"})),
+        ({"APEX_CPP_EXT": "1"}, cpu(ALL)),
+        ({"APEX_CPP_EXT": "0"}, cpu(ALL)),
+        ({"APEX_CPP_EXT": "1", "APEX_BUILD_CPP_OPS": "0"}, None),
+        ({"APEX_CPP_EXT": "1", "APEX_BUILD_ADAM": "1"}, cpu(ALL)),
+        ({"APEX_XENTROPY": "1"}, cpu(ALL)),
+        ({"APEX_ALL_CONTRIB_EXT": "1"}, cpu(ALL)),
     ],
-    ids=switches,
+    ids=case_id,
 )
 def test_cpu_switches(built, environ, expected):
     assert built(**environ) == expected
@@ -104,8 +116,12 @@ def test_cpu_switches(built, environ, expected):
         ({"APEX_BUILD_CUDA_OPS": ""}, cpu(ALL)),
         ({"APEX_BUILD_CUDA_OPS": "1", "APEX_BUILD_CPP_OPS": "0"}, {"cuda.so": ALL}),
         ({"APEX_BUILD_SGD": "1"}, cpu({"sgd"}) | {"cuda.so": {"sgd"}}),
+        ({"APEX_BUILD_SGD": "1", "APEX_BUILD_CPP_OPS": "0"}, {"cuda.so": {"sgd"}}),
+        ({"APEX_CUDA_EXT": "1", "APEX_BUILD_CPP_OPS": "0"}, {"cuda.so": ALL}),
+        ({"APEX_ALL_OPTIMIZERS_EXT": "1", "APEX_BUILD_CPP_OPS": "0"}, {"cuda.so": ALL}),
+        ({"APEX_CUDA_EXT": "1", "APEX_BUILD_CUDA_OPS": "0"}, cpu(ALL)),
     ],
-    ids=switches,
+    ids=case_id,
 )
 def test_gpu_switches(built, gpu_torch, environ, expected):
     assert built(**environ) == expected
@@ -142,3 +158,46 @@ def test_missing_compiler_is_said_aloud(built, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert built() is None
     assert "will bring no cpu kernels" in capsys.readouterr().err
+
+
+def test_a_misspelt_op_fails_with_the_right_name(built):
+    with pytest.raises(
+        BuildError,
+        match=r"optimizers: APEX_BUILD_SCLAE demands kernels, but no Apex package has .* SCLAE\. "
+        r"Did you mean APEX_BUILD_SCALE\? This package has ADAM, NORM, OLD_C, SCALE, SGD\.",
+    ):
+        built(APEX_BUILD_SCLAE="1", APEX_BUILD_ADAM="1")
+
+
+def test_an_extension_of_nvidia_that_is_not_here_fails(built):
+    with pytest.raises(BuildError, match=r"APEX_CUDNN_GBN demands kernels, but no Apex package"):
+        built(APEX_CUDNN_GBN="1")
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        ("APEX_BUILD_CPP_OPS",),
+        ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS"),
+        ("APEX_BUILD_OLD_C",),
+    ],
+    ids=" ".join,
+)
+def test_demanded_and_forbidden_fails(built, off):
+    """Here is no compiler for a GPU that could take the CPU's place."""
+    named = " and ".join(off)
+    with pytest.raises(BuildError, match=rf"APEX_BUILD_ADAM demands .* {named} switched off"):
+        built(APEX_BUILD_ADAM="1", **dict.fromkeys(off, "0"))
+
+
+def test_a_checkout_knows_the_names_of_all_packages():
+    assert switches.known_names() >= SIBLINGS
+
+
+def test_an_sdist_knows_what_is_listed_in_it(built, tmp_path, monkeypatch):
+    """It lies alone; without the list no name of another package is known."""
+    monkeypatch.setattr(switches, "SHARED", tmp_path)
+    with pytest.raises(BuildError, match="no Apex package has an op or a module XENTROPY"):
+        built(APEX_BUILD_XENTROPY="1")
+    (tmp_path / switches.NAMES_FILE).write_text("SYNCBN\nXENTROPY\n")
+    assert built(APEX_BUILD_XENTROPY="1") == cpu(ALL)

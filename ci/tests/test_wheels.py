@@ -72,6 +72,25 @@ def test_isolated_build_gets_torch_only_when_kernels_are_demanded():
     assert "torch" not in requirements(NO_KERNELS)
     assert "torch>=2.10" in requirements({"APEX_BUILD_CPP_OPS": "1"})
     assert "ninja" in requirements({"APEX_BUILD_CPP_OPS": "1"})
+    assert "torch>=2.10" in requirements({"APEX_BUILD_MULTI_TENSOR": "1"})
+    not_of_this_wheel = {"APEX_BUILD_STRING": "1", "APEX_BUILD_XENTROPY": "1"}
+    assert "torch" not in requirements(NO_KERNELS | not_of_this_wheel)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_sdist_tells_names_of_other_packages_from_misspelt_ones(tmp_path, package):
+    sdist = build_wheel(ROOT / "packages" / package, tmp_path, target="sdist")
+    unpacked = unpack(sdist, tmp_path / "elsewhere")
+    others = dict.fromkeys(("APEX_BUILD_AMP_C", "APEX_BUILD_SYNCBN", "APEX_XENTROPY"), "1")
+    code = (
+        "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); "
+        "from native.switches import read_switches; "
+        "read_switches(Path(sys.argv[1]).parent, os.environ)"
+    )
+    (shared,) = unpacked.glob("src/apex/*/_shared")
+    run(sys.executable, "-c", code, shared, env=others)
+    with pytest.raises(RuntimeError, match=r"SYNCNB .*Did you mean APEX_BUILD_SYNCBN\?"):
+        run(sys.executable, "-c", code, shared, env={"APEX_BUILD_SYNCNB": "1"})
 
 
 def test_what_was_demanded_and_cannot_be_built_fails_the_build(tmp_path):

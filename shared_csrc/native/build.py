@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import platform
+import shlex
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,7 +66,9 @@ def digest(op: Op, target: Target) -> str:
         state.update(path.name.encode())
         state.update(path.read_bytes())
     compiler = toolchain.compiler_for(target.backend)
-    state.update(repr(toolchain.compile_flags(target)).encode())
+    # A home folder may be shared by machines of several kinds, whose compilers and flags agree.
+    command = (platform.machine(), compiler[1:], toolchain.compile_flags(target))
+    state.update(repr(command).encode())
     state.update(toolchain.compiler_version(compiler).encode())
     return state.hexdigest()[:16]
 
@@ -79,14 +83,20 @@ def headers_digest() -> str:
 
 
 def _escape(path: object) -> str:
+    """A path as an input or output in a ninja file; ninja itself quotes it for the shell."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def _command(*words: object) -> str:
+    """Words of a command line in a ninja file, which go through a shell."""
+    return shlex.join(map(str, words)).replace("$", "$$")
+
+
 def _rules(target: Target) -> list[str]:
-    compiler = _escape(toolchain.compiler_for(target.backend))
+    compiler = _command(*toolchain.compiler_for(target.backend))
     flags = toolchain.compile_flags(target) + toolchain.include_flags(target)
-    compile_rule = " ".join(flags)
-    link_rule = " ".join(toolchain.link_flags(target))
+    compile_rule = _command(*flags)
+    link_rule = _command(*toolchain.link_flags(target))
     if target.backend == "hip":
         compiler = f"env HIP_PLATFORM=amd {compiler}"
     name = target.name
@@ -104,7 +114,7 @@ def _rules(target: Target) -> list[str]:
 def _stub_rules(target: Target) -> list[str]:
     """Builds an empty library named like torch's GPU library, which the linker needs to see."""
     stub = toolchain.gpu_stub_name(target)
-    cxx = _escape(toolchain.find_cxx())
+    cxx = _command(*toolchain.find_cxx())
     return [
         f"rule stub_{target.name}",
         f"  command = {cxx} -shared -fPIC -Wl,-soname,{stub} -x c++ $in -o $out",
@@ -120,10 +130,10 @@ def _emulator_rules() -> list[str]:
             "APEX_EMULATE is set, but the emulated GPU is a tool for tests that no wheel brings. "
             "Unset it, or work in a checkout."
         )
-    cxx = _escape(toolchain.find_cxx())
+    compile_rule = _command(*toolchain.find_cxx(), *toolchain.emulator_flags())
     return [
         "rule emulator",
-        f"  command = {cxx} {' '.join(toolchain.emulator_flags())} -MMD -MF $out.d -c $in -o $out",
+        f"  command = {compile_rule} -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         f"build emulator.o: emulator {_escape(source)}",
@@ -151,7 +161,7 @@ def _write_ninja(ops: list[Op], targets: list[Target], folder: Path) -> None:
                 objects.append(f"{op.unit_name(source)}.{target.name}.o")
                 lines += [
                     f"build {objects[-1]}: compile_{target.name} {_escape(source.resolve())}",
-                    f"  op_flags = {' '.join(map(_escape, flags))}",
+                    f"  op_flags = {_command(*flags)}",
                 ]
         needs = f" | {stub}" if stub else ""
         lines += [f"build {target.name}.so: link_{target.name} {' '.join(objects)}{needs}", ""]
@@ -201,6 +211,6 @@ def build(
         raise BuildError(
             f"{package}: compiling {names} ({backends}) failed.\n"
             f"{_first_errors(result.stdout + result.stderr)}\n"
-            f"Full output: run `ninja -C {folder}`."
+            f"Full output: run `ninja -C {shlex.quote(str(folder))}`."
         )
     return {target: folder / f"{target.name}.so" for target in targets}

@@ -38,9 +38,11 @@ class BuildHook(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """Ask the isolated build environment for torch where kernels were demanded."""
-        from .prebuilt import demanded_names
+        from .switches import read_switches
 
-        if self.target_name != "wheel" or not demanded_names(os.environ):
+        if self.target_name != "wheel":
+            return []
+        if not read_switches(_package_folder(Path(self.root)), os.environ).on:
             return []
         return [d for d in self.metadata.core.dependencies if d.startswith(("torch", "ninja"))]
 
@@ -54,6 +56,8 @@ class BuildHook(BuildHookInterface):
             build_data["force_include"][str(SHARED / file)] = f"{inside}/_shared/{file}"
         if self.target_name == "wheel":
             self._add_kernels(package, inside, build_data)
+        else:
+            self._add_names(inside, build_data)
 
     def _add_kernels(self, package: Path, inside: str, build_data: dict[str, Any]) -> None:
         from .prebuilt import build_prebuilt
@@ -66,6 +70,15 @@ class BuildHook(BuildHookInterface):
         build_data["force_include"][str(kernels)] = f"{inside}/_kernels"
         build_data["pure_python"] = False
         build_data["tag"] = _wheel_tag(package)
+
+    def _add_names(self, inside: str, build_data: dict[str, Any]) -> None:
+        """An sdist has no other package beside it, but must know their names of ops."""
+        from .switches import NAMES_FILE, known_names
+
+        self._scratch = tempfile.TemporaryDirectory(prefix="apex-names-")
+        file = Path(self._scratch.name) / NAMES_FILE
+        file.write_text("".join(f"{name}\n" for name in sorted(known_names())))
+        build_data["force_include"][str(file)] = f"{inside}/_shared/{NAMES_FILE}"
 
 
 def vendored_files() -> list[str]:

@@ -23,7 +23,13 @@ def cache_folder() -> Path:
     chosen = os.environ.get("APEX_CACHE_DIR", "")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex"
+    except RuntimeError as error:
+        raise BuildError(
+            f"There is no folder for kernels that are compiled here: user {os.getuid()} has no "
+            "home folder. Set APEX_CACHE_DIR to a folder that can be written."
+        ) from error
 
 
 def is_forbidden() -> bool:
@@ -31,32 +37,53 @@ def is_forbidden() -> bool:
     return os.environ.get("APEX_JIT", "1") in ("0", "")
 
 
-def target_of(device_type: str) -> Target:
-    """The best target for a device of this machine."""
-    if device_type == "cpu" and targets.is_emulating():
-        return Target("emu")
+def backend_of(device_type: str) -> str:
+    """The backend whose kernels a kind of device of this machine runs."""
     if device_type == "cpu":
-        return Target("cpu", targets.supported_cpu_levels()[0])
+        return "emu" if targets.is_emulating() else "cpu"
     import torch
 
-    if torch.version.hip is not None:
-        listed = os.environ.get("PYTORCH_ROCM_ARCH", "")
-        archs = tuple(listed.replace(";", " ").split())
-        own = torch.cuda.get_device_properties().gcnArchName.partition(":")[0]
-        return Target("hip", archs=archs or (own,))
-    listed = targets.cuda_arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-    if listed:
-        return Target("cuda", archs=listed)
+    return "cuda" if torch.version.hip is None else "hip"
+
+
+def own_rocm_arch() -> str:
+    """The architecture of the current AMD GPU, such as ``gfx90a``."""
+    import torch
+
+    return torch.cuda.get_device_properties().gcnArchName.partition(":")[0]
+
+
+def target_of(device_type: str) -> Target:
+    """What to compile for a device of this machine on first use.
+
+    ``TORCH_CUDA_ARCH_LIST`` and ``PYTORCH_ROCM_ARCH`` add GPUs to the one that is there: images
+    often set them to what they were built for, which need not be the card that they run on.
+    """
+    backend = backend_of(device_type)
+    if backend == "cpu":
+        return Target("cpu", targets.supported_cpu_levels()[0])
+    if backend == "emu":
+        return Target("emu")
+    if backend == "hip":
+        archs = tuple(os.environ.get("PYTORCH_ROCM_ARCH", "").replace(";", " ").split())
+        own = own_rocm_arch()
+        covered = any(arch.partition(":")[0] == own for arch in archs)
+        return Target("hip", archs=archs if covered else (*archs, own))
+    import torch
+
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    archs = targets.cuda_arch_list("" if listed == "native" else listed)
     major, minor = torch.cuda.get_device_capability()
-    return Target("cuda", archs=(f"sm_{major}{minor}",))
+    covered = targets.runs_on(archs, (major, minor))
+    return Target("cuda", archs=archs if covered else (*archs, f"sm_{major}{minor}"))
 
 
-def can_build(target: Target) -> bool:
-    """Whether a first-use build for this target is allowed and its tools are there."""
+def can_build(backend: str) -> bool:
+    """Whether a first-use build for this backend is allowed and its tools are there."""
     if is_forbidden():
         return False
     try:
-        toolchain.compiler_for(target.backend)
+        toolchain.compiler_for(backend)
         toolchain.find_ninja()
     except BuildError:
         return False
@@ -75,7 +102,7 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
     Ranks that start together build once: the first holds a lock, the others find the result.
 
     Raises:
-        BuildError: building is forbidden or fails.
+        BuildError: building is forbidden or fails, or the cache cannot be used.
     """
     if is_forbidden():
         raise BuildError(
@@ -89,11 +116,22 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
             f"{op.source} is missing. Reinstall the package."
         )
     library = library_path(op, target, package=package)
-    folder = library.parent
-    if library.is_file():
-        return library
+    try:
+        if not library.is_file():
+            _build_once(op, target, library, package)
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        raise BuildError(
+            f"{package}: {op.name} ({target.name}) cannot be built in the cache folder "
+            f"{library.parent.parent}: {error}. Set APEX_CACHE_DIR to a folder that can be written."
+        ) from error
+    return library
+
+
+def _build_once(op: Op, target: Target, library: Path, package: str) -> None:
+    """Build unless another process did so while this one waited for the lock."""
     from filelock import FileLock, Timeout
 
+    folder = library.parent
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(f"{folder}.lock", timeout=LOCK_TIMEOUT_S):
@@ -104,7 +142,6 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
             f"{package}: another process has been building {op.name} for {LOCK_TIMEOUT_S} s "
             f"(lock {folder}.lock). End it, or remove the lock, and try again."
         ) from None
-    return library
 
 
 def _build_into(op: Op, target: Target, library: Path, package: str) -> None:

@@ -71,15 +71,22 @@ class OpLibrary:
 
     def _stub(self, overload: Any, op: Op) -> Callable[..., Any]:
         """The kernel that runs until the real one is registered: loads that, and calls again."""
+        this_thread = threading.local()
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             device_type = _device_type((*args, *kwargs.values()))
-            if (op.name, device_type) in self._loaded:
+            # That the op is loaded is no proof: another thread may have loaded it after this call
+            # was dispatched. That the second call comes back here is one.
+            if getattr(this_thread, "calls_again", False):
                 raise NotImplementedError(
                     f"{overload.name()} has no kernel for {device_type} tensors."
                 )
             self.load(op, device_type)
-            return overload(*args, **kwargs)
+            this_thread.calls_again = True
+            try:
+                return overload(*args, **kwargs)
+            finally:
+                this_thread.calls_again = False
 
         return stub
 
@@ -88,7 +95,8 @@ class OpLibrary:
 
         Raises:
             NotImplementedError: there are no kernels for this kind of device.
-            BuildError: nothing prebuilt fits, and building is forbidden or fails.
+            BuildError: nothing prebuilt fits, and building is forbidden or fails; or the library
+                cannot be loaded.
         """
         if device_type not in ("cpu", "cuda"):
             raise NotImplementedError(
@@ -104,24 +112,31 @@ class OpLibrary:
             if path is None:
                 path = jit.build_op(op, jit.target_of(device_type), package=self.package)
             if path not in self._opened:
-                torch.ops.load_library(str(path))
+                self._open(path)
                 self._opened.add(path)
             self._loaded.add((op.name, device_type))
 
+    def _open(self, path: Path) -> None:
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            reason = error.__cause__ or error  # the loader's own words, which torch may wrap
+            own = path.parent == self.kernels
+            remedy = "Reinstall the package" if own else "Delete it to have it compiled anew"
+            raise BuildError(f"{self.package}: cannot load {path}: {reason}. {remedy}.") from error
+
     def _prebuilt(self, op: Op, device_type: str) -> Path | None:
         """The wheel's own library with this op for this device, or None."""
-        wanted = jit.target_of(device_type)
-        if wanted.backend == "emu":
-            return None
+        backend = jit.backend_of(device_type)
         for entry in self.manifest().get("libraries", []):
-            if entry["backend"] != wanted.backend or op.name not in entry["ops"]:
+            if entry["backend"] != backend or op.name not in entry["ops"]:
                 continue
-            if wanted.backend == "cpu":
+            if backend == "cpu":
                 fits = entry["level"] in targets.supported_cpu_levels()
-            elif wanted.backend == "cuda":
+            elif backend == "cuda":
                 fits = targets.runs_on(tuple(entry["archs"]), torch.cuda.get_device_capability())
             else:
-                fits = set(wanted.archs) <= set(entry["archs"])
+                fits = jit.own_rocm_arch() in entry["archs"]
             if fits:  # entries are sorted best level first
                 return self.kernels / entry["file"]
         return None
@@ -137,7 +152,7 @@ class OpLibrary:
         op = Op(folder.name, folder)
         if (op.name, device_type) in self._loaded or self._prebuilt(op, device_type) is not None:
             return True
-        return jit.can_build(jit.target_of(device_type))
+        return jit.can_build(jit.backend_of(device_type))
 
 
 def _device_type(arguments: tuple[Any, ...]) -> str:

@@ -1,20 +1,10 @@
-"""Decides which kernels a wheel brings, builds them, and writes the manifest that lists them.
+"""Builds the kernels that a wheel brings, and writes the manifest that lists them.
 
-The environment decides. A variable that is set to "" or "0" is off, any other value is on.
-
-==========================  =====================================================================
-``APEX_BUILD_CPP_OPS``      on: all CPU kernels, or the build fails; off: none
-``APEX_BUILD_CUDA_OPS``     the same for a GPU: ROCm where torch is built for it, else CUDA
-``APEX_BUILD_<NAME>``       on: this op, or the ops of this legacy module (``AMP_C``), and no other
-                            that is not demanded too; off: not this one
-none of them                CPU kernels where torch and a compiler are there, GPU kernels too where
-                            torch is built for a GPU and its compiler is found
-==========================  =====================================================================
+The environment decides which: see :mod:`.switches`.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import re
@@ -28,15 +18,8 @@ from typing import Any
 from . import targets, toolchain
 from .build import Op, build, find_ops, headers_digest
 from .errors import BuildError
+from .switches import CPP, CUDA, Switches, read_switches
 from .targets import Target
-
-_PREFIX = "APEX_BUILD_"
-_CPP, _CUDA = "CPP_OPS", "CUDA_OPS"
-
-
-def demanded_names(environ: Mapping[str, str]) -> list[str]:
-    """The names, without prefix, of the ``APEX_BUILD_`` variables that are on."""
-    return [name for name, is_on in _switches(environ).items() if is_on]
 
 
 def build_prebuilt(
@@ -48,20 +31,26 @@ def build_prebuilt(
         package_root: the package's main folder, such as ``.../src/apex/optimizers``; ops are
             looked for in the whole of ``src``.
         output: the future ``_kernels`` folder; created when there is something to build.
-        environ: the variables of the module's docstring.
+        environ: the variables that :mod:`.switches` lists.
 
     Returns:
         The manifest, which is also ``output/manifest.json``; None for a wheel of sources.
 
     Raises:
-        BuildError: what was demanded cannot be built; the reason is the compiler's or names the
-            missing tool.
+        BuildError: what was demanded cannot be built; the reason is the compiler's, or names the
+            missing tool or the variable that forbids it.
     """
     package = f"apex.{package_root.name}"
-    switches = _switches(environ)
-    ops = _wanted_ops(package_root.parent.parent, switches)
+    switches = read_switches(package_root, environ)
+    ops = _wanted_ops(find_ops(package_root.parent.parent), switches)
     wanted = _wanted_targets(switches, environ) if ops else []
     if not wanted:
+        if switches.demanded:
+            on, off = " and ".join(switches.on), " and ".join(switches.off)
+            raise BuildError(
+                f"{package}: {on} demands kernels, but with {off} switched off there are none that "
+                "can be compiled here. Unset the one or the other."
+            )
         return None
     libraries = []
     with tempfile.TemporaryDirectory(prefix="apex-build-") as work:
@@ -75,14 +64,6 @@ def build_prebuilt(
     return manifest
 
 
-def _switches(environ: Mapping[str, str]) -> dict[str, bool]:
-    return {
-        name.removeprefix(_PREFIX): value not in ("", "0")
-        for name, value in environ.items()
-        if name.startswith(_PREFIX)
-    }
-
-
 def _entry(target: Target, ops: list[Op]) -> dict[str, Any]:
     return {
         "file": f"{target.name}.so",
@@ -94,47 +75,22 @@ def _entry(target: Target, ops: list[Op]) -> dict[str, Any]:
     }
 
 
-def _wanted_ops(source_root: Path, switches: dict[str, bool]) -> list[Op]:
-    """The ops that the switches leave: those named, or all where a group or nothing is named."""
-    ops = find_ops(source_root)
-    singles = {name: on for name, on in switches.items() if name not in (_CPP, _CUDA)}
-    named = {name: _ops_called(name, ops, source_root) for name in singles}
-    off = {op for name, on in singles.items() if not on for op in named[name]}
-    demanded = {op for name, on in singles.items() if on for op in named[name]}
-    only_singles = any(singles.values()) and not (switches.get(_CPP) or switches.get(_CUDA))
-    return [op for op in ops if op not in off and (op in demanded or not only_singles)]
+def _wanted_ops(ops: list[Op], switches: Switches) -> list[Op]:
+    """The ops that the switches leave: those demanded, or all where a group or none is."""
+    only_demanded = bool(switches.demanded) and not any(switches.groups.values())
+    wanted = switches.demanded if only_demanded else set(ops)
+    return [op for op in ops if op in wanted - switches.refused]
 
 
-def _ops_called(name: str, ops: list[Op], source_root: Path) -> set[Op]:
-    """The op of that name, or the ops that a legacy module of that name gives access to."""
-    found = {op for op in ops if op.name.upper() == name}
-    for module in source_root.glob("*.py"):
-        if module.stem.upper() == name:
-            imported = _imported_folders(module, source_root)
-            found |= {op for op in ops if imported & {op.folder, *op.folder.parents}}
-    return found
-
-
-def _imported_folders(module: Path, source_root: Path) -> set[Path]:
-    """The package folders that a module imports from, at whatever depth of its code."""
-    names = set()
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    folders = {source_root.joinpath(*name.split(".")) for name in names if name.count(".")}
-    return {folder for folder in folders if folder.is_dir()}
-
-
-def _wanted_targets(switches: dict[str, bool], environ: Mapping[str, str]) -> list[Target]:
+def _wanted_targets(switches: Switches, environ: Mapping[str, str]) -> list[Target]:
     """CPU and GPU targets; what is not demanded is left out where its tools are not there."""
-    singles = any(on for name, on in switches.items() if name not in (_CPP, _CUDA))
     wanted = []
-    if switches.get(_CPP, True) and (switches.get(_CPP) or singles or _can_build("cpu")):
+    cpu = switches.groups.get(CPP)
+    if cpu or (cpu is None and (switches.demanded or _can_build("cpu"))):
         wanted += [Target("cpu", level) for level in targets.cpu_levels()]
     gpu = _gpu_backend()
-    if switches.get(_CUDA) or (_CUDA not in switches and gpu and _can_build(gpu)):
+    on_gpu = switches.groups.get(CUDA)
+    if on_gpu or (on_gpu is None and gpu and _can_build(gpu)):
         wanted.append(_gpu_target(gpu or "cuda", environ))
     return wanted
 

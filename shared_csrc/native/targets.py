@@ -20,6 +20,24 @@ X86_LEVELS = ("x86-64-v4", "x86-64-v3", "baseline")
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0;10.0;12.0+PTX"
 DEFAULT_ROCM_ARCHS = "gfx90a;gfx942;gfx1030;gfx1100"
 
+# Names that torch takes in TORCH_CUDA_ARCH_LIST, too.
+_CUDA_NAMES = {
+    "Kepler": "3.5+PTX",
+    "Kepler+Tesla": "3.7",
+    "Maxwell": "5.0;5.2+PTX",
+    "Maxwell+Tegra": "5.3",
+    "Pascal": "6.0;6.1+PTX",
+    "Volta": "7.0+PTX",
+    "Volta+Tegra": "7.2",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+    "Blackwell+Tegra": "11.0",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -92,13 +110,17 @@ def supported_cpu_levels() -> tuple[str, ...]:
 
 
 def cuda_arch_list(value: str) -> tuple[str, ...]:
-    """``TORCH_CUDA_ARCH_LIST`` ("8.0;9.0+PTX" or "8.0 9.0") as ("sm_80", "sm_90", "compute_90")."""
+    """``TORCH_CUDA_ARCH_LIST`` ("8.0;9.0+PTX" or "8.0 9.0") as ("sm_80", "sm_90", "compute_90").
+
+    "Hopper" and torch's other names stand for the numbers that torch gives them.
+    """
     archs: list[str] = []
-    for item in value.replace(";", " ").split():
+    named = value.replace(";", " ").split()
+    for item in [i for name in named for i in _CUDA_NAMES.get(name, name).split(";")]:
         number = item.removesuffix("+PTX").replace(".", "")
         if not number.rstrip("af").isdigit():
             raise ValueError(
-                f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0 or 9.0+PTX, got {item!r}."
+                f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0, 9.0+PTX or Hopper, got {item!r}."
             )
         archs.append(f"sm_{number}")
         if item.endswith("+PTX"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -74,18 +75,27 @@ def find_ninja() -> str:
     return found
 
 
-def find_cxx() -> str:
-    """The C++ compiler: ``CXX``, else c++, g++ or clang++ from PATH."""
-    wanted = os.environ.get("CXX", "")
-    for candidate in (wanted,) if wanted else ("c++", "g++", "clang++"):
-        found = shutil.which(candidate)
+def find_cxx() -> list[str]:
+    """The words that start the C++ compiler: ``CXX``, else c++, g++ or clang++ from PATH."""
+    wanted = os.environ.get("CXX", "").strip()
+    # A path, perhaps with spaces, or a command such as "ccache g++".
+    candidates = [[wanted], _split(wanted)] if wanted else [["c++"], ["g++"], ["clang++"]]
+    for program, *arguments in candidates:
+        found = shutil.which(program)
         if found is not None:
-            return found
+            return [found, *arguments]
     looked = f"CXX={wanted}" if wanted else "c++, g++, clang++"
     raise BuildError(
         f"No C++ compiler was found (looked for {looked}). Install one with C++20 "
         "support, such as g++ 11 or later, or install a wheel with prebuilt kernels."
     )
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # an open quotation mark
+        return [command]
 
 
 def find_nvcc() -> str | None:
@@ -135,8 +145,12 @@ def find_hipcc() -> str | None:
     return shutil.which("hipcc")
 
 
-def compiler_for(backend: str) -> str:
-    """The compiler of a backend; raises :class:`BuildError` with the remedy if there is none."""
+def compiler_for(backend: str) -> list[str]:
+    """The words that start a backend's compiler.
+
+    Raises:
+        BuildError: there is none; with the remedy.
+    """
     if backend in ("cpu", "emu"):
         return find_cxx()
     if backend == "cuda":
@@ -151,13 +165,17 @@ def compiler_for(backend: str) -> str:
     if compiler is None:
         name = "nvcc" if backend == "cuda" else "hipcc"
         raise BuildError(f"{name} was not found, so no {backend} kernel can be compiled. {remedy}")
-    return compiler
+    return [compiler]
+
+
+def compiler_version(compiler: list[str]) -> str:
+    """The compiler's own words on its version: part of the digest and of the manifest."""
+    return _version(tuple(compiler))
 
 
 @functools.cache
-def compiler_version(compiler: str) -> str:
-    """The compiler's own words on its version: part of the digest and of the manifest."""
-    result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+def _version(compiler: tuple[str, ...]) -> str:
+    result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
     return result.stdout.strip() or result.stderr.strip()
 
 
@@ -201,10 +219,10 @@ def emulator_flags() -> list[str]:
 def include_flags(target: Target) -> list[str]:
     torch_include = torch_root() / "include"
     flags = [f"-I{INCLUDE}"]
-    if target.backend == "hip" and not _has_thrust(Path(compiler_for("hip"))):
+    if target.backend == "hip" and not _has_thrust(Path(compiler_for("hip")[0])):
         # Debian's hipcc has no Thrust; torch's headers only name its complex type.
-        flags.append(f"-isystem {INCLUDE / 'apex' / 'compat'}")
-    return [*flags, f"-isystem {torch_include}"]
+        flags += ["-isystem", str(INCLUDE / "apex" / "compat")]
+    return [*flags, "-isystem", str(torch_include)]
 
 
 def _has_thrust(hipcc: Path) -> bool:
@@ -217,8 +235,8 @@ def path_flags(target: Target, op_folder: Path) -> list[str]:
     """Keep this machine's paths out of libraries, so that where they are built does not matter."""
     places = {op_folder.resolve(): op_folder.name, INCLUDE: "include", torch_root(): "torch"}
     flags = [f"-ffile-prefix-map={path}={name}" for path, name in places.items()]
-    if target.backend == "cuda":
-        return [word for flag in flags for word in ("-Xcompiler", flag)]
+    if target.backend == "cuda":  # nvcc gives these to a shell of its own, as they are
+        return [word for flag in flags for word in ("-Xcompiler", shlex.quote(flag))]
     return flags
 
 

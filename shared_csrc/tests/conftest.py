@@ -28,7 +28,7 @@ def compile_cpp(tmp_path):
         out = tmp_path / f"{Path(name).stem}-{level}"
         common = [*toolchain.compile_flags(targets.Target("cpu", level)), f"-I{toolchain.INCLUDE}"]
         source = Path(__file__).with_name(name)
-        command = [toolchain.find_cxx(), *common, "-pthread", *flags, str(source), "-o", str(out)]
+        command = [*toolchain.find_cxx(), *common, "-pthread", *flags, str(source), "-o", str(out)]
         subprocess.run(command, check=True, timeout=300)
         return out
 

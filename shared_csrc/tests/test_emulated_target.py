@@ -8,7 +8,7 @@ import pytest
 SHARED = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SHARED.parent))
 
-from shared_csrc.native import build, jit, prebuilt, targets, toolchain  # noqa: E402
+from shared_csrc.native import build, jit, prebuilt, switches, targets, toolchain  # noqa: E402
 from shared_csrc.native.errors import BuildError  # noqa: E402
 
 EMULATED = targets.Target("emu")
@@ -39,8 +39,8 @@ def test_other_widths_are_refused(value, monkeypatch):
 def test_wheels_bring_none(monkeypatch):
     """Neither prebuilt kernels nor the emulator's sources, whatever the environment says."""
     monkeypatch.setenv("APEX_EMULATE", "32")
-    switches = {"CPP_OPS": True, "CUDA_OPS": False}
-    wanted = prebuilt._wanted_targets(switches, {"APEX_EMULATE": "32"})
+    asked = switches.Switches(groups={switches.CPP: True, switches.CUDA: False})
+    wanted = prebuilt._wanted_targets(asked, {"APEX_EMULATE": "32"})
     assert {target.backend for target in wanted} == {"cpu"}
     hook = (SHARED / "native" / "hatch_hook.py").read_text()
     assert '_NOT_VENDORED = "include/apex/emulation"' in hook

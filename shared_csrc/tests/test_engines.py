@@ -26,7 +26,7 @@ def test_engines_agree_with_plain_loops(level, sanitize, program, tmp_path):
     flags = toolchain.compile_flags(targets.Target("cpu", level)) + (SANITIZERS if sanitize else [])
     binary = tmp_path / program
     source = Path(__file__).with_name(f"{program}.cpp")
-    command = [toolchain.find_cxx(), *flags, f"-I{toolchain.INCLUDE}", "-pthread"]
+    command = [*toolchain.find_cxx(), *flags, f"-I{toolchain.INCLUDE}", "-pthread"]
     subprocess.run([*command, str(source), "-o", str(binary)], check=True, timeout=300)
     result = subprocess.run([str(binary)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

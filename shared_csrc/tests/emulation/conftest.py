@@ -25,7 +25,7 @@ def compile_program(folder: Path, *sources: Path) -> Path:
     def compile_one(unit) -> str:
         source, flags = unit
         target = str(folder / f"{source.stem}.o")
-        command = [toolchain.find_cxx(), *flags, "-c", str(source), "-o", target]
+        command = [*toolchain.find_cxx(), *flags, "-c", str(source), "-o", target]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr[:5000]
         return target
@@ -34,7 +34,7 @@ def compile_program(folder: Path, *sources: Path) -> Path:
         objects = list(pool.map(compile_one, units))
     program = folder / "program"
     wrapped = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
-    command = [toolchain.find_cxx(), *objects, *wrapped, "-ldl", "-o", str(program)]
+    command = [*toolchain.find_cxx(), *objects, *wrapped, "-ldl", "-o", str(program)]
     subprocess.run(command, check=True, timeout=300)
     return program
 

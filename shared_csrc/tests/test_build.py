@@ -1,0 +1,114 @@
+"""Ops are compiled wherever they lie, by whatever compiler is named, for one kind of machine."""
+
+import platform
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(SHARED.parent))
+
+from shared_csrc.native import build, toolchain  # noqa: E402
+from shared_csrc.native.errors import BuildError  # noqa: E402
+from shared_csrc.native.targets import Target  # noqa: E402
+
+CPU = Target("cpu", "baseline")
+
+
+def write_op(folder: Path) -> build.Op:
+    """An op that needs a header of its own and one of ours, but none of torch."""
+    folder.mkdir(parents=True)
+    (folder / "my_op.h").write_text("constexpr int kOne = 1;\n")
+    source = '#include "apex/core/config.h"\n#include "my_op.h"\nint one() { return kOne; }\n'
+    (folder / "my_op.cpp").write_text(source)
+    return build.Op("my_op", folder)
+
+
+@pytest.fixture
+def op(tmp_path):
+    return write_op(tmp_path / "my_op")
+
+
+@pytest.mark.parametrize("name", ["with space", "it's $HOME & more", "plain"])
+def test_compiles_below_any_folder(tmp_path, monkeypatch, name):
+    place = tmp_path / name
+    op = write_op(place / "my_op")
+    shutil.copytree(toolchain.INCLUDE / "apex" / "core", place / "include" / "apex" / "core")
+    torch = place / "torch"
+    torch.symlink_to(toolchain.torch_root(), target_is_directory=True)
+    monkeypatch.setattr(toolchain, "INCLUDE", place / "include")
+    monkeypatch.setattr(toolchain, "torch_root", lambda: torch)
+
+    built = build.build([op], [CPU], place / "out", package="apex.test")[CPU]
+    assert str(place).encode() not in built.read_bytes()  # -ffile-prefix-map has whole paths
+    before = built.stat().st_mtime_ns
+    build.build([op], [CPU], place / "out", package="apex.test")
+    assert built.stat().st_mtime_ns == before  # and ninja has found what the compiler has read
+
+
+def test_nvcc_compiles_below_a_folder_with_a_space(tmp_path):
+    """nvcc hands flags for the host compiler to a second shell."""
+    try:
+        toolchain.compiler_for("cuda")
+    except BuildError as error:
+        pytest.skip(str(error))
+    op = write_op(tmp_path / "with space" / "my_op")
+    target = Target("cuda", archs=("sm_90",))
+    built = build.build([op], [target], tmp_path / "out put", package="apex.test")[target]
+    assert str(op.folder).encode() not in built.read_bytes()
+
+
+def test_the_command_of_a_failed_build_can_be_pasted(op, tmp_path):
+    op.source.write_text("#error on purpose\n")
+    folder = tmp_path / "with space"
+    with pytest.raises(BuildError, match="on purpose") as caught:
+        build.build([op], [CPU], folder, package="apex.test")
+    command = str(caught.value).rpartition("`ninja ")[2].partition("`")[0]
+    assert shlex.split(command) == ["-C", str(folder)]
+
+
+def test_the_digest_tells_machines_apart(op, monkeypatch):
+    """A home folder may be shared by x86-64 and arm64, with one compiler's version text."""
+    target = Target("cuda", archs=("sm_90",))
+    monkeypatch.setattr(toolchain, "compiler_for", lambda backend: [sys.executable])
+    here = {target: build.digest(op, target) for target in (CPU, target)}
+    assert here == {target: build.digest(op, target) for target in here}
+    monkeypatch.setattr(platform, "machine", lambda: "sparc64")
+    assert [target.name for target in here if here[target] == build.digest(op, target)] == []
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """A program that notes that it ran, and then runs the command it is given, as ccache does."""
+    program = tmp_path / "launch er"
+    program.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/launched\nexec "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def test_a_compiler_may_have_a_launcher_and_flags(op, launcher, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    (cxx,) = toolchain.find_cxx()
+    plain = build.digest(op, CPU)
+    monkeypatch.setenv("CXX", f"'{launcher}' {cxx} -DAPEX_PROBE")
+    assert toolchain.find_cxx() == [str(launcher), cxx, "-DAPEX_PROBE"]
+    assert build.digest(op, CPU) != plain  # flags may change the library
+    op.source.write_text("#ifndef APEX_PROBE\n#error flag\n#endif\n")
+    assert build.build([op], [CPU], tmp_path / "out", package="apex.test")[CPU].is_file()
+    assert set((tmp_path / "launched").read_text().split()) == {cxx}
+
+
+def test_a_compiler_may_be_a_path_with_spaces(launcher, monkeypatch):
+    monkeypatch.setenv("CXX", str(launcher))
+    assert toolchain.find_cxx() == [str(launcher)]
+
+
+@pytest.mark.parametrize("wanted", ["no-such-compiler", "no-such-launcher g++", "g++ 'open"])
+def test_a_compiler_that_is_not_there(monkeypatch, wanted):
+    monkeypatch.setenv("CXX", wanted)
+    with pytest.raises(BuildError, match=re.escape(f"looked for CXX={wanted}). Install one")):
+        toolchain.find_cxx()

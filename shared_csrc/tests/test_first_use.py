@@ -1,0 +1,172 @@
+"""First-use builds: which GPUs they are for, and what is said where the cache cannot be used."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(SHARED.parent))
+
+from shared_csrc.native import build, jit, library, targets, toolchain  # noqa: E402
+from shared_csrc.native.errors import BuildError  # noqa: E402
+
+CPU = targets.Target("cpu", "baseline")
+
+
+@pytest.fixture
+def op(tmp_path):
+    folder = tmp_path / "my_op"
+    folder.mkdir()
+    (folder / "my_op.cpp").write_text("// kernels\n")
+    return build.Op("my_op", folder)
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+@pytest.fixture
+def mi210(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+
+
+@pytest.mark.parametrize(
+    ("listed", "archs"),
+    [
+        ("", ("sm_90",)),
+        ("native", ("sm_90",)),
+        ("9.0", ("sm_90",)),
+        ("9.0a", ("sm_90a",)),
+        ("8.0", ("sm_80", "sm_90")),
+        ("10.0", ("sm_100", "sm_90")),
+        ("8.0+PTX", ("sm_80", "compute_80")),
+        ("Hopper", ("sm_90", "compute_90")),
+        ("Ampere+Tegra;Ada", ("sm_87", "sm_89", "compute_89")),
+    ],
+)
+def test_the_card_that_is_there_is_always_compiled_for(h100, monkeypatch, listed, archs):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    assert jit.target_of("cuda").archs == archs
+
+
+@pytest.mark.parametrize(
+    ("listed", "archs"),
+    [
+        ("", ("gfx90a",)),
+        ("gfx90a;gfx942", ("gfx90a", "gfx942")),
+        ("gfx90a:xnack-", ("gfx90a:xnack-",)),
+        ("gfx942 gfx1100", ("gfx942", "gfx1100", "gfx90a")),
+    ],
+)
+def test_the_amd_card_too(mi210, monkeypatch, listed, archs):
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", listed)
+    assert jit.target_of("cuda") == targets.Target("hip", archs=archs)
+
+
+@pytest.mark.parametrize("listed", ["9.0;Grace", "nine", "native"])
+def test_unknown_architectures_are_named(listed):
+    unknown = listed.rpartition(";")[2]
+    with pytest.raises(ValueError, match=rf"like 9\.0, 9\.0\+PTX or Hopper, got '{unknown}'"):
+        targets.cuda_arch_list(listed)
+
+
+def test_names_are_those_of_torch(monkeypatch):
+    cpp_extension = pytest.importorskip("torch.utils.cpp_extension")
+    for name in targets._CUDA_NAMES:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", name)
+        ours = targets.cuda_arch_list(name)
+        codes = {flag.rpartition("code=")[2] for flag in cpp_extension._get_cuda_arch_flags([])}
+        assert set(ours) == codes, name
+
+
+def prebuilt_wheel(folder, monkeypatch, backend, archs):
+    """An op library whose wheel brings my_op for these GPUs."""
+    ops = library.OpLibrary("apex_first_use", str(folder / "_ops.py"))
+    entry = {"file": "gpu.so", "backend": backend, "level": "baseline", "archs": archs}
+    manifest = {"libraries": [entry | {"ops": ["my_op"]}]}
+    monkeypatch.setattr(ops, "manifest", lambda: manifest)
+    return ops
+
+
+@pytest.mark.parametrize("listed", ["Hopper", "8.0", "", "what is this"])
+def test_prebuilt_kernels_need_no_list(op, h100, tmp_path, monkeypatch, listed):
+    """The variable says what to compile for, and nothing is compiled."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    fitting = prebuilt_wheel(tmp_path, monkeypatch, "cuda", ["sm_80", "sm_90"])
+    assert fitting._prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
+    assert fitting.available(op.folder, "cuda")
+    other = prebuilt_wheel(tmp_path, monkeypatch, "cuda", ["sm_80", "sm_100"])
+    assert other._prebuilt(op, "cuda") is None
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: sys.executable)
+    assert other.available(op.folder, "cuda")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    assert not other.available(op.folder, "cuda")
+
+
+@pytest.mark.parametrize("listed", ["gfx942", "gfx90a;gfx1100", ""])
+def test_prebuilt_kernels_for_amd_need_none_either(op, mi210, tmp_path, monkeypatch, listed):
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", listed)
+    fitting = prebuilt_wheel(tmp_path, monkeypatch, "hip", ["gfx90a", "gfx942"])
+    assert fitting._prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
+    other = prebuilt_wheel(tmp_path, monkeypatch, "hip", ["gfx942"])
+    assert other._prebuilt(op, "cuda") is None
+
+
+def test_a_cache_folder_that_is_none(op, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_JIT", "1")
+    monkeypatch.setenv("APEX_CACHE_DIR", str(op.source / "below a file"))
+    with pytest.raises(
+        BuildError,
+        match=rf"my_op \(cpu-baseline\) cannot be built in the cache folder {op.source}/below a "
+        r"file: .*Not a directory.* Set APEX_CACHE_DIR to a folder that can be written\.",
+    ):
+        jit.build_op(op, CPU, package="apex.test")
+
+
+@pytest.mark.parametrize("refused", ["mkdtemp", "replace", "lock"])
+def test_a_cache_folder_that_cannot_be_written(op, tmp_path, monkeypatch, refused):
+    """By a fake: root, as whom tests may run, may write everywhere."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "cache"))
+
+    monkeypatch.setenv("APEX_JIT", "1")
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(jit, "build", lambda ops, targets, folder, package: {CPU: folder / "x.so"})
+    place = {"mkdtemp": "tempfile.mkdtemp", "replace": "os.replace", "lock": "filelock.FileLock"}
+    monkeypatch.setattr(place[refused], refuse)
+    with pytest.raises(BuildError, match=r"Permission denied.*Set APEX_CACHE_DIR"):
+        jit.build_op(op, CPU, package="apex.test")
+
+
+def test_a_lock_that_is_held_is_not_taken_for_a_bad_folder(op, tmp_path, monkeypatch):
+    import filelock
+
+    monkeypatch.setenv("APEX_JIT", "1")
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(jit, "LOCK_TIMEOUT_S", 0.1)
+    folder = jit.library_path(op, CPU, package="apex.test").parent
+    with (
+        filelock.FileLock(f"{folder}.lock"),
+        pytest.raises(BuildError, match="another process has been building my_op"),
+    ):
+        jit.build_op(op, CPU, package="apex.test")
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("APEX_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(BuildError, match=rf"user {os.getuid()} has no home .*Set APEX_CACHE_DIR"):
+        jit.cache_folder()
