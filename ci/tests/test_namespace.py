@@ -68,6 +68,15 @@ def test_missing_wheel_is_not_there(environment, source_wheels):
     ]
 
 
+def test_what_an_installed_wheel_has_not_is_not_asked_for_again(environment, source_wheels):
+    environment.install(source_wheels["apex-contrib"])
+    for answer in environment.results("import apex.mlp", "from apex import mlp"):
+        assert answer.startswith("ModuleNotFoundError: apex.mlp is not in apex-contrib ")
+        assert answer.endswith(
+            "is installed; a later release may have it: pip install --upgrade apex-contrib"
+        )
+
+
 @pytest.mark.parametrize("editable_first", [True, False])
 def test_editable_and_wheel(environment, source_wheels, tmp_path, editable_first):
     checkout = copy_checkout(tmp_path / "checkout")

@@ -52,8 +52,16 @@ def __dir__():
 
 
 def _advice(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    wheel = _WHEELS[name]
+    try:
+        there = version(wheel)
+    except PackageNotFoundError:
+        return f"apex.{name} is not installed. It is part of {wheel}: pip install {wheel}"
     return (
-        f"apex.{name} is not installed. It is part of {_WHEELS[name]}: pip install {_WHEELS[name]}"
+        f"apex.{name} is not in {wheel} {there}, which is installed; a later release may have it: "
+        f"pip install --upgrade {wheel}"
     )
 
 
