@@ -16,3 +16,22 @@ def _fresh_amp():
     _amp_state.__dict__.update(AmpState().__dict__)
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
+
+
+FUSED_ARGUMENTS = {
+    "FusedSGD": ("FusedSGD", {}),
+    "FusedSGD that unscales": ("FusedSGD", {"materialize_master_grads": False}),
+    "FusedAdam": ("FusedAdam", {}),
+}
+
+
+@pytest.fixture(params=["SGD", "Adam", *FUSED_ARGUMENTS])
+def make_optimizer(request):
+    """Makes an optimizer of parameters: torch's, and those of the sibling wheel if it is there."""
+    name, kwargs = FUSED_ARGUMENTS.get(request.param, (request.param, {}))
+    module = torch.optim
+    if request.param in FUSED_ARGUMENTS:
+        module = pytest.importorskip("apex.optimizers")
+    if name.endswith("SGD"):
+        kwargs = {**kwargs, "momentum": 0.9}
+    return lambda params, lr=0.125: getattr(module, name)(params, lr=lr, **kwargs)

@@ -38,3 +38,11 @@ def test_dtypes():
     assert _get_current_dtype(half) is half
     assert _get_autocast_dtypes()[0] is half
     assert set(_get_autocast_dtypes()) <= {half, bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [half, single], ids=str)
+def test_the_meta_device_has_no_autocast(dtype):
+    x = torch.empty(2, dtype=dtype, device="meta")
+    assert _cast_if_autocast_enabled(x)[0] is x
+    with torch.autocast("cpu", dtype=bfloat16):
+        assert _cast_if_autocast_enabled(x)[0] is x

@@ -146,3 +146,13 @@ def test_replaced_functions_compile():
     for actual, expected in zip(compiled(x, y), function(x, y), strict=True):
         assert torch.equal(actual, expected)
         assert expected.dtype is single
+
+
+@pytest.mark.parametrize("dtype", LEVELS.values(), ids=str)
+def test_the_meta_device_has_no_casts(dtype):
+    amp.init(patch_type=dtype)
+    x = torch.empty(1, 1, 4, 4, dtype=dtype, device="meta")
+    assert F.interpolate(x, scale_factor=2.0).shape == (1, 1, 8, 8)
+    x += torch.ones(4, device="meta")
+    x **= 2
+    assert x.is_meta

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.amp import _amp_state
@@ -163,6 +164,38 @@ def test_weights_are_not_stale_within_a_call():
     assert [t.requires_grad for t in (first, middle, last)] == [True, False, False]
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "reentrant checkpoint"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_first_used_without_gradients(level, mode):
+    """The cast of a weight that no gradient goes through is not taken where one is needed."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.first(x)
+            if mode == "reentrant checkpoint":
+                return self.shared(x + checkpoint(self.shared, x, use_reentrant=True))
+            with getattr(torch, mode)():
+                constant = self.shared(x)
+            return self.shared(x + constant.clone())
+
+    def grads(level):
+        torch.manual_seed(0)
+        model = Twice()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with amp.scale_loss(model(torch.ones(3, 4)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        return [param.grad for param in model.parameters()]
+
+    allowed = {"O0": 0.0, "O1": 0.01, "O4": 0.05}[level]
+    for actual, expected in zip(grads(level), grads("O0"), strict=True):
+        assert (actual - expected).norm() <= allowed * expected.norm()
+
+
 def test_a_step_within_a_call_is_seen():
     model = Recurrent(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -195,7 +228,8 @@ def test_a_weight_is_cast_once_per_call(caching):
         node = graph.pop()
         casts |= {node} if "ToCopy" in node.name() else set()
         graph += [n for n, _ in node.next_functions if n is not None]
-    assert len(casts) == (1 if caching else 2)
+    is_sound = torch.__version__ >= (2, 11)  # the cache of 2.10 would lose gradients
+    assert len(casts) == (1 if caching and is_sound else 2)
 
 
 def test_float32_regions_have_float32_backwards():

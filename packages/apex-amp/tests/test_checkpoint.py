@@ -198,6 +198,44 @@ def test_a_whole_model_can_be_pickled():
     assert not torch.equal(twin(x), model(x))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pickled_model_works_where_amp_was_never_called(level):
+    model, _ = build(level, "sgd")
+    file = io.BytesIO()
+    torch.save(model.eval(), file)
+    file.seek(0)
+    _amp_state.handle._deactivate()
+    expected = model(BATCHES[0][0])
+    _amp_state.__dict__.clear()
+    twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(BATCHES[0][0]), expected)
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("options", [{"opt_level": "O3"}, {"master_weights": False}], ids=str)
+def test_nothing_is_kept_beside_weights_that_never_have_masters(options, assign):
+    model = nn.Linear(4, 4)
+    state = copy.deepcopy(model.state_dict())
+    model = amp.initialize(model, **{"opt_level": "O2", "verbosity": 0, **options})
+    model.load_state_dict(state, assign=assign)
+    assert vars(model.weight) == {}
+    assert model.weight.dtype is torch.float16
+    assert torch.equal(model.state_dict()["weight"], state["weight"].half().float())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_values_that_were_loaded_go_with_a_change_by_hand(level):
+    model = nn.Linear(4, 4)
+    state = copy.deepcopy(model.state_dict())
+    model = amp.initialize(model, opt_level=level, verbosity=0)
+    model.load_state_dict(state)
+    assert torch.equal(model.state_dict()["weight"], state["weight"])
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    assert torch.equal(model.state_dict()["weight"], torch.full((4, 4), 0.5))
+    assert vars(model.weight) == {}
+
+
 def test_state_dict_is_an_attribute_of_the_module():
     assert "state_dict" in amp.__dict__
     assert callable(amp.__dict__["load_state_dict"])

@@ -151,6 +151,17 @@ def test_training_in_threads(level):
     assert actual == expected
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_export(level, strict):
+    model = amp.initialize(network().eval(), opt_level=level, verbosity=0)
+    x = torch.randn(6, 8)
+    exported = torch.export.export(model, (x,), strict=strict).module()
+    assert torch.equal(exported(x), model(x))
+    amp.initialize(network(), opt_level="O0", verbosity=0)  # ends the casts of O1 and O4
+    assert torch.equal(exported(x), model(x))
+
+
 def on_meta():
     with torch.device("meta"):
         return network()

@@ -125,6 +125,35 @@ def test_out_variants_and_resizing():
         assert wide.dtype is torch.float32
 
 
+MIXED = {
+    "linear": (F.linear, (2, 4), (3, 4), (3,)),
+    "linear without bias": (F.linear, (2, 4), (3, 4)),
+    "addmm": (torch.addmm, (2, 3), (2, 4), (4, 3)),
+    "bmm": (torch.bmm, (2, 2, 4), (2, 4, 3)),
+    "baddbmm": (torch.baddbmm, (2, 2, 3), (2, 2, 4), (2, 4, 3)),
+    "mv": (torch.mv, (2, 4), (4,)),
+    "dot": (torch.dot, (4,), (4,)),
+    "conv2d": (F.conv2d, (1, 2, 5, 5), (2, 2, 3, 3), (2,)),
+    "attention": (F.scaled_dot_product_attention, *[(1, 2, 5, 8)] * 3),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixtures_are_refused_as_by_torch(case):
+    """As on a GPU: nothing says in which of the dtypes the result is meant."""
+    function, *shapes = MIXED[case]
+    for wide in range(len(shapes)):
+        inputs = [randn(*shape) for shape in shapes]
+        inputs[wide] = inputs[wide].float()
+        with float16_through_float32(), pytest.raises(RuntimeError, match=r"dtype|type"):
+            function(*inputs)
+
+
+def test_outputs_of_another_dtype_are_refused_as_by_torch():
+    with float16_through_float32(), pytest.raises(RuntimeError, match="dtype"):
+        torch.mm(randn(5, 7), randn(7, 3), out=torch.empty(5, 3))
+
+
 def kernel_dtypes(monkeypatch, run):
     """The dtypes with which torch's own convolution kernels are called."""
     seen = []

@@ -5,6 +5,7 @@ import copy
 import inspect
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -100,6 +101,24 @@ def test_dtypes(level, weight, norm, output, device):
     assert {v.dtype for v in model.state_dict().values() if v.is_floating_point()} == {
         torch.float32
     }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_complex_numbers_stay_complex(level):
+    model = nn.Linear(4, 2)
+    model.register_buffer("rotation", torch.polar(torch.ones(4), torch.arange(4.0)))
+    model.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    before = model.rotation.clone(), model.phase.detach().clone()
+    model = init(model, opt_level=level)
+    assert torch.equal(model.rotation, before[0])
+    assert torch.equal(model.phase, before[1])
+    assert {model.rotation.dtype, model.phase.dtype} == {torch.complex64}
+
+
+@pytest.mark.parametrize("enabled", [1, np.True_, 0, np.False_], ids=repr)
+def test_booleans_of_other_kinds(enabled):
+    model = init(nn.Linear(4, 2), opt_level="O2", enabled=enabled)
+    assert model.weight.dtype is (half if enabled else torch.float32)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -233,3 +252,43 @@ def test_applier_keeps_containers():
     assert module.weight.dtype is torch.float32
     packed = nn.utils.rnn.pack_sequence([x, x])
     assert applier(packed, cast).data.dtype is half
+
+
+class Batch(collections.abc.MutableMapping):
+    """A mapping whose copy has the same items."""
+
+    def __init__(self, **items):
+        self.store = items
+
+    def __getitem__(self, key):
+        return self.store[key]
+
+    def __setitem__(self, key, value):
+        self.store[key] = value
+
+    def __delitem__(self, key):
+        del self.store[key]
+
+    def __iter__(self):
+        return iter(self.store)
+
+    def __len__(self):
+        return len(self.store)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.UserDict, Batch])
+def test_the_callers_batch_stays_as_it_is(kind, level):
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, batch):
+            seen.append(type(batch))
+            return super().forward(batch["x"])
+
+    model, x = init(Model(4, 2), opt_level=level), torch.randn(3, 4)
+    batch = kind(x=x)
+    model(batch)
+    assert batch["x"] is x
+    assert x.dtype is torch.float32
+    assert seen == [dict if kind is Batch and level not in ("O1", "O4") else kind]

@@ -94,6 +94,19 @@ def test_a_delayed_check_is_not_lost():
     assert not overflow(scaler, 1.0)
 
 
+def test_delayed_checks_are_told_apart():
+    scaler = LossScaler("dynamic")
+    for owner, value in (("first", 1.0), ("second", INF), ("second", 1.0), ("third", 1.0)):
+        grad = torch.tensor([value])
+        scaler.clear_overflow_state()
+        scaler.unscale([grad], [grad])
+        scaler.delay_check([owner])
+    assert scaler.update_scale()
+    assert scaler.late_overflows == ["second"]
+    assert not scaler.update_scale()
+    assert scaler.late_overflows == []
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -1,12 +1,17 @@
 """Every name that scripts import from amp's modules, and the signatures that they rely on."""
 
+import copy
 import importlib
 import inspect
+import sys
+import types
 
 import pytest
 import torch
 
 from apex import amp
+from apex.amp._process_optimizer import AmpOptimizerState
+from apex.amp.scaler import LossScaler
 
 MODULES = {
     "amp": "initialize scale_loss master_params disable_casts state_dict load_state_dict init "
@@ -30,15 +35,17 @@ MODULES = {
     "register_half_function register_bfloat16_function register_float_function "
     "register_promote_function _DECORATOR_HANDLE _USER_CAST_REGISTRY _USER_PROMOTE_REGISTRY",
     "amp.wrap": "make_cast_wrapper cached_cast make_promote_wrapper promote sequence_promote "
-    "promote_match_arg0 err_if_any_half err_if_arg0_half disable_casts",
+    "promote_match_arg0 err_if_any_half err_if_arg0_half rnn_cast new_rnn_cast disable_casts",
     "amp.utils": "is_cuda_enabled get_cuda_version is_fp_tensor is_nested should_cache "
     "collect_fp_tensor_types type_string maybe_half maybe_bfloat16 maybe_float casted_args "
-    "cached_cast verbosify as_inplace has_func get_func set_func set_func_save",
+    "cached_cast verbosify as_inplace has_func get_func set_func set_func_save "
+    "synthesize_flattened_rnn_weights new_synthesize_flattened_rnn_weights",
     "amp.compat": "variable_is_tensor tensor_is_variable tensor_is_float_tensor is_tensor_like "
     "is_floating_point scalar_python_val filter_attrs",
-    "amp.rnn_compat": "RNN_NAMES VariableFunctionsShim has_old_rnns",
+    "amp.rnn_compat": "RNN_NAMES VariableFunctionsShim has_old_rnns whitelist_rnn_cells",
     "amp.lists.functional_overrides": "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS BANNED_FUNCS",
-    "amp.lists.torch_overrides": "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS",
+    "amp.lists.torch_overrides": "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS "
+    "version_strings version_major version_minor version_num",
     "amp.lists.tensor_overrides": "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS",
     "_autocast_utils": "_cast_if_autocast_enabled _get_autocast_dtypes _get_current_dtype",
     "amp.__version__": "VERSION __version__",
@@ -71,6 +78,13 @@ SIGNATURES = {
     "models_are_masters=False scale_override=None",
     "amp.scaler.LossScaler.unscale_with_stashed": "self model_grads stashed_master_grads "
     "master_grads scale_override=None",
+    "amp.rnn_compat.whitelist_rnn_cells": "cast_fn handle verbose=False",
+    "amp.utils.synthesize_flattened_rnn_weights": "fp32_weights fp16_flat_tensor rnn_fn='' "
+    "verbose=False",
+    "amp.utils.new_synthesize_flattened_rnn_weights": "fp32_weights fp16_flat_tensor rnn_fn='' "
+    "dtype=torch.float16 verbose=False",
+    "amp.wrap.rnn_cast": "backend fn handle verbose=False",
+    "amp.wrap.new_rnn_cast": "fn cast_fn handle verbose=False",
     "amp.handle.AmpHandle": "loss_scale='dynamic' enable_caching=True verbose=False",
     "amp.handle.AmpHandle.wrap_optimizer": "self optimizer num_loss=1",
     "amp.opt.OptimWrapper": "optimizer amp_handle num_loss",
@@ -134,6 +148,34 @@ def test_decorator_handle_is_the_last():
 def test_version():
     assert amp.__version__ == "0.1.0"
     assert amp.VERSION == (0, 1, 0)
+
+
+def test_version_of_torch():
+    lists = importlib.import_module("apex.amp.lists.torch_overrides")
+    assert ".".join(lists.version_strings) == torch.__version__
+    assert f"{lists.version_major}.{lists.version_minor}" == ".".join(lists.version_strings[:2])
+    assert 2.09 < lists.version_num < 3  # 2.10 comes after 2.9
+
+
+def test_functions_of_amp_c(monkeypatch):
+    """Attributes where apex-optimizers is installed, and none elsewhere."""
+    stash = AmpOptimizerState()
+    assert stash.dummy_overflow_buf.tolist() == [0]
+    assert stash.dummy_overflow_buf.dtype is torch.int32
+    assert stash.dummy_overflow_buf is stash.dummy_overflow_buf
+    module = types.ModuleType("amp_C")
+    for name in ("multi_tensor_scale", "multi_tensor_axpby", "multi_tensor_l2norm"):
+        setattr(module, name, lambda name=name: name)
+    monkeypatch.setitem(sys.modules, "amp_C", module)
+    assert LossScaler.multi_tensor_scale_cuda() == "multi_tensor_scale"
+    assert LossScaler(1.0).multi_tensor_axpby_cuda() == "multi_tensor_axpby"
+    assert stash.multi_tensor_scale() == "multi_tensor_scale"
+    assert stash.multi_tensor_l2norm() == "multi_tensor_l2norm"
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    assert not hasattr(LossScaler, "multi_tensor_scale_cuda")
+    with pytest.raises(AttributeError, match="pip install apex-optimizers"):
+        _ = stash.multi_tensor_l2norm
+    copy.deepcopy(stash)
 
 
 def test_import_changes_nothing_in_torch():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp import _amp_state
+from apex.amp import _amp_state, utils, wrap
 
 half, bfloat16, single = torch.float16, torch.bfloat16, torch.float32
 DECORATORS = {
@@ -142,3 +142,50 @@ def test_decorated_functions_compile():
     model = amp.initialize(module, opt_level="O1", verbosity=0)
     compiled = torch.compile(lambda x: function(model(x)), fullgraph=True, backend="aot_eager")
     assert compiled(torch.ones(2, 4)).dtype is single
+
+
+class Methods:
+    @staticmethod
+    def static(x):
+        return x.dtype
+
+    @classmethod
+    def of_class(cls, x):
+        return cls, x.dtype
+
+
+class Derived(Methods):
+    pass
+
+
+def calls(cls, x):
+    """What a class and its instances give."""
+    values = [f(x) for f in (cls.static, cls().static, cls.of_class, cls().of_class)]
+    assert values[0] is values[1]
+    assert values[2] == values[3]
+    return values[0], values[2]
+
+
+@pytest.mark.parametrize("owner", [Methods, Derived], ids=["own", "inherited"])
+def test_registered_static_and_class_methods(owner):
+    x, before = torch.ones(1, dtype=half), dict(vars(owner))
+    for name in ("static", "of_class"):
+        amp.register_float_function(owner, name)
+    handle = amp.init()
+    assert calls(owner, x) == (single, (owner, single))
+    assert calls(Derived, x) == (single, (Derived, single))
+    handle._deactivate()
+    assert calls(owner, x) == (half, (owner, half))
+    assert dict(vars(owner)) == before
+
+
+@pytest.mark.parametrize("owner", [Methods, Derived], ids=["own", "inherited"])
+def test_wrapped_static_and_class_methods(owner):
+    x, before = torch.ones(1, dtype=half), dict(vars(owner))
+    handle = amp.init()
+    for name in ("static", "of_class"):
+        wrap.cached_cast(owner, name, utils.maybe_float, handle)
+    assert calls(owner, x) == (single, (owner, single))
+    handle._deactivate()
+    assert calls(owner, x) == (half, (owner, half))
+    assert dict(vars(owner)) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -42,16 +43,24 @@ def cast_functions(except_for: Collection[tuple[int, str]] = ()) -> Iterator[Non
 @contextlib.contextmanager
 def replaced(module: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
     """``module.name`` is ``make(module.name)`` within the context."""
-    original = getattr(module, name)
     is_own = name in vars(module)  # not inherited from a base class
-    setattr(module, name, make(original))
+    own = vars(module).get(name)
+    found = static_or_class_method(module, name)
+    made = make(getattr(module, name)) if found is None else type(found)(make(found.__func__))
+    setattr(module, name, made)
     try:
         yield
     finally:
         if is_own:
-            setattr(module, name, original)
+            setattr(module, name, own)
         else:
             delattr(module, name)
+
+
+def static_or_class_method(module: Any, name: str) -> staticmethod | classmethod | None:
+    """What a class has by the name, if that is one of the two: getattr gives the function in it."""
+    found = inspect.getattr_static(module, name, None) if isinstance(module, type) else None
+    return found if isinstance(found, (staticmethod, classmethod)) else None
 
 
 def _casts(tensor: Any) -> bool:
@@ -59,6 +68,7 @@ def _casts(tensor: Any) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in _HALVES
+        and torch.amp.is_autocast_available(tensor.device.type)  # not on the meta device
         and torch.is_autocast_enabled(tensor.device.type)
     )
 

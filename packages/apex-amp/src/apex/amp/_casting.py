@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._amp_state import maybe_print
+from ._cast_functions import replaced
+
+# torch 2.10 also keeps a cast made under no_grad, and gives it to code that needs gradients.
+_CACHE_MINDS_GRAD_MODE = torch.__version__ >= (2, 11)
 
 
 class _ThreadState(threading.local):
@@ -27,7 +33,8 @@ class Casting:
     Args:
         dtype: float16 or bfloat16.
         device_types: such as ``("cpu", "cuda")``.
-        cache_enabled: within a model call, cast each weight once however often it is used.
+        cache_enabled: within a model call, cast each weight once however often it is used; not
+            with torch 2.10, whose cache would lose gradients.
         verbose: print every cast of a floating-point tensor.
     """
 
@@ -77,10 +84,10 @@ class Casting:
         if not self.is_on or thread.disabled_depth:
             yield
         elif thread.ambient is None or thread.is_in_backward:
-            with self._autocast(enabled=True, cache_enabled=self.cache_enabled):
+            with self._autocast(enabled=True, cache_enabled=self._caches_weights):
                 yield
         else:
-            with _weight_cache(self.cache_enabled):
+            with _weight_cache(self._caches_weights):
                 yield
 
     @contextlib.contextmanager
@@ -122,6 +129,33 @@ class Casting:
                 yield
         finally:
             thread.is_in_backward = before
+
+    @contextlib.contextmanager
+    def wrapped_autograd(self) -> Iterator[None]:
+        """Every backward pass runs in :meth:`backward`, wherever it is called.
+
+        What ``Tensor.backward``, ``torch.autograd.backward`` and ``grad`` have in common is
+        replaced: a ``grad`` that was imported by name is seen as well, and Dynamo still knows them.
+        """
+        with contextlib.ExitStack() as undo:
+            # Both names, because torch.compiler saves one of them and restores it to the other.
+            for module in (torch.autograd.graph, torch.autograd):
+                undo.enter_context(replaced(module, "_engine_run_backward", self._without_casts))
+            yield
+
+    @property
+    def _caches_weights(self) -> bool:
+        return self.cache_enabled and _CACHE_MINDS_GRAD_MODE
+
+    def _without_casts(self, run_backward: Callable) -> Callable:
+        @functools.wraps(run_backward)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not any(map(torch.is_autocast_enabled, self.device_types)):
+                return run_backward(*args, **kwargs)
+            with self.backward():
+                return run_backward(*args, **kwargs)
+
+        return wrapper
 
     @contextlib.contextmanager
     def _autocast(self, enabled: bool, cache_enabled: bool = False) -> Iterator[None]:

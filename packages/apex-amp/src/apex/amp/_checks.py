@@ -103,3 +103,19 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
             )
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise RuntimeError("amp.initialize: an optimizer occurs twice in optimizers.")
+
+
+def check_masters_are_apart(optimizers: Sequence[Any]) -> None:
+    """Raise ``RuntimeError`` if optimizers that are to have master weights share a parameter."""
+    owners: dict[int, int] = {}
+    for i, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for k, param in enumerate(group["params"]):
+                owner = owners.setdefault(id(param), i)
+                if owner != i:
+                    raise RuntimeError(
+                        f"amp.initialize: optimizers[{i}].param_groups[{g}]['params'][{k}] is also "
+                        f"in optimizers[{owner}]. Each would step on a master weight of its own, "
+                        "and undo the other's steps. Give it to one of them, or use a level "
+                        "without master weights, such as O1 or O4."
+                    )

@@ -59,8 +59,11 @@ def _slow_ops() -> dict[str, int]:
 
 
 def _is_float16(args: tuple) -> bool:
-    """All tensors of these ops have one dtype; the first argument is one of them."""
-    return args[0].dtype is torch.float16
+    """Whether the operands are in float16: those of the ops above are among three arguments.
+
+    Where they are not all, torch's own kernel refuses them, as on a GPU.
+    """
+    return all(t.dtype is torch.float16 for t in args[:3] if isinstance(t, torch.Tensor))
 
 
 def _float(value: Any) -> Any:
@@ -91,7 +94,7 @@ def _through_float32(kernel: Any, rounded: int) -> Callable[..., Any]:
 
 def _out_through_float32(out_kernel: Any, kernel: Any) -> Callable[..., Any]:
     def run(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if not _is_float16(args):
+        if out.dtype is not torch.float16 or not _is_float16(args):
             return out_kernel.call_boxed(keys, *args, out=out, **kwargs)
         result = _in_float32(kernel, keys, args, kwargs)
         if out.shape != result.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -48,12 +49,16 @@ class AmpForward:
     def __wrapped__(self) -> Any:
         return self._forward  # for inspect.signature(model.forward)
 
+    @property
+    def __code__(self) -> Any:
+        return self._forward.__code__  # torch.export looks for the place of the definition
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.input_dtype is not None:
             cast = functools.partial(to_type, self.input_dtype)
             args, kwargs = applier(args, cast), applier(kwargs, cast)
         if self.casts and not torch.compiler.is_compiling():
-            with _amp_state.handle._model_call():
+            with _casts_of_model_call():
                 output = self._forward(*args, **kwargs)
         else:  # Dynamo captures the autocast state around the call, and guards on it
             output = self._forward(*args, **kwargs)
@@ -66,3 +71,9 @@ class AmpForward:
         del replica.__dict__["forward"], replica.__dict__["_replicate_for_data_parallel"]
         AmpForward(replica, self.input_dtype, self.output_dtype, self.casts).install()
         return replica
+
+
+def _casts_of_model_call() -> contextlib.AbstractContextManager[None]:
+    """The casts in force; none in a process that has unpickled the model and not called amp."""
+    handle = getattr(_amp_state, "handle", None)
+    return contextlib.nullcontext() if handle is None else handle._model_call()

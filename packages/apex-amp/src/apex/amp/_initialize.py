@@ -78,10 +78,11 @@ def _cast_model(
     if properties.keep_batchnorm_fp32:
         (convert_sharded_network if has_shards(model) else convert_network)(model, dtype)
     else:
-        model.to(dtype)
+        # Not model.to(dtype): that makes real numbers of complex ones.
+        model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
     _wrap_forward(model, dtype, output_dtype or torch.float32, False)
     if not has_hooks:
-        add_checkpoint_hooks(model)
+        add_checkpoint_hooks(model, masters=bool(properties.master_weights))
 
 
 def _wrap_forward(

@@ -25,6 +25,8 @@ def exact_value(param: torch.Tensor) -> torch.Tensor:
     is_known = known is not None and known.shape == param.shape and known.device == param.device
     if is_known and torch.equal(local(known).detach().to(param.dtype), local(param).detach()):
         return known.detach()
+    if known is not None and not known.requires_grad:  # a master gets its next value by a step
+        delattr(param, _EXACT)
     return param.detach().float()
 
 
@@ -58,7 +60,15 @@ class O2StateDictHook:
 
 
 class ExactLoadHook:
-    """Lets ``load_state_dict`` bring float32 values to the masters, not only their roundings."""
+    """Lets ``load_state_dict`` bring float32 values to the masters, not only their roundings.
+
+    Args:
+        masters: whether there are or may be masters. Without, nothing is kept beside the parameter;
+            assigned entries still get its dtype.
+    """
+
+    def __init__(self, masters: bool) -> None:
+        self.masters = masters
 
     def __call__(
         self,
@@ -76,7 +86,9 @@ class ExactLoadHook:
             if entry.shape != param.shape or not entry.is_floating_point():
                 continue  # load_state_dict is going to refuse it
             if is_assigned:  # the entry becomes the parameter: in the dtype of the level
-                state_dict[prefix + name] = _rounded(entry, param)
+                state_dict[prefix + name] = self._rounded(entry, param)
+                continue
+            if not self.masters:
                 continue
             with torch.no_grad():
                 master = getattr(param, _EXACT, None)
@@ -86,19 +98,24 @@ class ExactLoadHook:
                 else:
                     master.copy_(entry)
 
+    def _rounded(self, entry: torch.Tensor, like: torch.Tensor) -> torch.nn.Parameter:
+        """A parameter in the dtype of ``like`` that knows the float32 value of ``entry``."""
+        param = torch.nn.Parameter(entry.detach().to(like.dtype), like.requires_grad)
+        if self.masters:
+            setattr(param, _EXACT, entry.detach().float())
+        return param
 
-def _rounded(entry: torch.Tensor, like: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter in the dtype of ``like`` that knows the float32 value of ``entry``."""
-    param = torch.nn.Parameter(entry.detach().to(like.dtype), like.requires_grad)
-    setattr(param, _EXACT, entry.detach().float())
-    return param
 
+def add_checkpoint_hooks(model: torch.nn.Module, masters: bool) -> None:
+    """Make checkpoints of a 16-bit model, and of each of its submodules, float32.
 
-def add_checkpoint_hooks(model: torch.nn.Module) -> None:
-    """Make checkpoints of a 16-bit model, and of each of its submodules, float32 and exact."""
+    Args:
+        model: any module.
+        masters: whether they are to be exact, too, beyond 16 bits.
+    """
     for module in model.modules():
         module.register_state_dict_post_hook(O2StateDictHook())
-        module.register_load_state_dict_pre_hook(ExactLoadHook())
+        module.register_load_state_dict_pre_hook(ExactLoadHook(masters))
 
 
 def _own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ def to_type(dtype: torch.dtype, t: Any) -> Any:
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
     """Apply ``fn`` to the tensors in ``value``, and to objects with a method ``to``.
 
-    Lists, tuples (named ones, too), sets, deques and mappings are rebuilt with their own type,
-    iterators become iterators. Modules, arrays and everything else are left as they are.
+    Lists, tuples (named ones, too), sets, deques and dicts are rebuilt with their own type, other
+    mappings become dicts, iterators become iterators. Modules, arrays and everything else are left
+    as they are.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
@@ -45,7 +46,8 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 def _apply_to_mapping(value: Mapping, fn: Callable[[Any], Any]) -> Mapping:
     items = {key: applier(item, fn) for key, item in value.items()}
-    if type(value) is dict or not isinstance(value, MutableMapping):
+    # The copy of any other mapping may share its items with the caller's.
+    if type(value) is dict or not isinstance(value, (dict, collections.UserDict)):
         return items
     # Keeps what a subclass has besides its items, such as the attributes of a model's output.
     result = copy.copy(value)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ._amp_state import _amp_state, maybe_print
 from ._masters import HALVES, make_master
+from ._sharding import is_sharded
 
 _CLOSURE_TEXT = (
     "amp: {name}.step was called with a closure, which is not supported {when}. Compute the loss, "
@@ -22,14 +23,16 @@ _CLOSURE_TEXT = (
 
 
 def step(self: Any, closure: Callable | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Step with casts off; or do nothing after an overflow.
+    """Step with casts off; or do nothing after an overflow, also one in the closure's first call.
 
     With master weights: step on the masters, round them into the model, drop their gradients.
 
     Raises:
-        RuntimeError: a closure is given, and there are master weights or the step is to be skipped.
+        RuntimeError: a closure is given, and there are master weights or the step is to be skipped;
+            or there is an overflow when the optimizer calls it again, having moved the parameters.
     """
     stash = self._amp_stash
+    stash.check_is_delayed = False
     if closure is not None and (stash.has_masters or stash.already_patched):
         when = "with master weights" if stash.has_masters else "after a gradient overflow"
         raise RuntimeError(_CLOSURE_TEXT.format(name=type(self).__name__, when=when))
@@ -39,8 +42,12 @@ def step(self: Any, closure: Callable | None = None, *args: Any, **kwargs: Any) 
         self._amp_lazy_init()
     handle = getattr(_amp_state, "handle", None)
     with handle._disable_casts() if handle is not None else contextlib.nullcontext():
-        arguments = args if closure is None and not args else (_with_casts(closure), *args)
-        result = stash.originals["step"](*arguments, **kwargs)
+        arguments = args if closure is None and not args else (_watched(self, closure), *args)
+        try:
+            result = stash.originals["step"](*arguments, **kwargs)
+        except _ClosureOverflow as overflow:
+            _skip(self)
+            return overflow.loss
     if handle is not None:
         handle._clear_cache()  # a step inside of a model's forward
     if stash.has_masters:
@@ -50,15 +57,39 @@ def step(self: Any, closure: Callable | None = None, *args: Any, **kwargs: Any) 
     return result
 
 
-def _with_casts(closure: Callable | None) -> Callable | None:
-    """A closure is forward code: it runs with the casts that ``step`` switches off."""
+class _ClosureOverflow(Exception):
+    """Leaves a step that has called its closure and done nothing else."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(loss)
+        self.loss = loss
+
+
+def _watched(self: Any, closure: Callable | None) -> Callable | None:
+    """A closure is forward code: it runs with the casts that ``step`` switches off.
+
+    An overflow in it ends the step, which would write inf to the parameters.
+    """
     if closure is None:
         return None
-    handle = getattr(_amp_state, "handle", None)
+    handle, stash, calls = getattr(_amp_state, "handle", None), self._amp_stash, 0
 
     def run() -> Any:
+        nonlocal calls
+        calls += 1
         with handle._enable_casts() if handle is not None else contextlib.nullcontext():
-            return closure()
+            loss = closure()
+        if stash.already_patched and calls == 1:
+            raise _ClosureOverflow(loss)
+        if stash.already_patched:
+            stash.already_patched = False
+            raise RuntimeError(
+                f"amp: gradient overflow in call {calls} of the closure of {type(self).__name__}."
+                "step; a step can be skipped at the first call only, after which the optimizer has "
+                "moved the parameters. Go back to a checkpoint, with a lower static loss_scale or "
+                "at O4, which has none."
+            )
+        return loss
 
     return run
 
@@ -88,6 +119,8 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
     """
     self._amp_lazy_init()
     stash = self._amp_stash
+    if not stash.is_in_block:
+        stash.drop_scaled_grads()
     frozen = [param for _, param in stash.frozen]
     for param in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params, *frozen):
         if set_to_none:
@@ -106,27 +139,23 @@ def add_param_group_with_masters(self: Any, new_group: dict[str, Any]) -> None:
     params = _checked_params(new_group)
     self._amp_lazy_init()
     stash = self._amp_stash
+    masters = stash.masters()
+    listed = set(masters)
     with torch.no_grad():
-        masters = [make_master(p) if _needs_master(p) else p for p in params]
+        for param in params:
+            if id(param) not in masters:
+                masters[id(param)] = make_master(param) if _needs_master(param) else param
     # The original refuses some groups: the lists are extended after it has not.
-    stash.originals["add_param_group"]({**new_group, "params": masters})
-    fp16, from_fp16, from_fp32 = [], [], []
-    for param, master in zip(params, masters, strict=True):
+    _add_to_original(self, new_group, [masters[id(param)] for param in params])
+    for groups in (stash.fp16_groups, stash.fp32_from_fp16_groups, stash.fp32_from_fp32_groups):
+        groups.append([])
+    for param in params:
         if not param.requires_grad:
             stash.frozen.append((len(self.param_groups) - 1, param))
-        elif master is param:
-            from_fp32.append(param)
-        else:
-            fp16.append(param)
-            from_fp16.append(master)
-    stash.fp16_groups.append(fp16)
-    stash.fp32_from_fp16_groups.append(from_fp16)
-    stash.fp32_from_fp32_groups.append(from_fp32)
-    stash.all_fp16_params += fp16
-    stash.all_fp16_grad_stash += [None] * len(fp16)
-    stash.all_fp32_from_fp16_params += from_fp16
-    stash.all_fp32_from_fp32_params += from_fp32
-    stash.all_fp32_from_fp32_grad_stash += [None] * len(from_fp32)
+            continue
+        is_new = id(param) not in listed
+        listed.add(id(param))
+        stash.enlist_with_master(-1, param, masters[id(param)], is_new)
 
 
 def add_param_group_no_masters(self: Any, new_group: dict[str, Any]) -> None:
@@ -137,10 +166,23 @@ def add_param_group_no_masters(self: Any, new_group: dict[str, Any]) -> None:
     """
     params = _checked_params(new_group)
     self._amp_lazy_init()
-    stash = self._amp_stash
-    stash.originals["add_param_group"]({**new_group, "params": params})
-    for param in params:
-        stash.enlist(param)
+    _add_to_original(self, new_group, params)
+    self._amp_stash.enlist(params)
+
+
+def _add_to_original(
+    self: Any, new_group: dict[str, Any], stepped_on: Sequence[torch.Tensor]
+) -> None:
+    """Give the optimizer the group, which stays the caller's own dict; as it was on an error."""
+    before = dict(new_group)
+    pairs = zip(new_group["params"], stepped_on, strict=True)
+    new_group["params"] = [(p[0], new) if isinstance(p, tuple) else new for p, new in pairs]
+    try:
+        self._amp_stash.originals["add_param_group"](new_group)
+    except BaseException:
+        new_group.clear()
+        new_group.update(before)
+        raise
 
 
 def _needs_master(param: torch.Tensor) -> bool:
@@ -148,6 +190,7 @@ def _needs_master(param: torch.Tensor) -> bool:
 
 
 def _checked_params(new_group: Any) -> list[torch.Tensor]:
+    """The parameters of a group, whose entry ``"params"`` becomes a list."""
     if not isinstance(new_group, dict):
         raise TypeError(
             f"add_param_group: param_group must be a dict, got {type(new_group).__name__}."
@@ -159,6 +202,9 @@ def _checked_params(new_group: Any) -> list[torch.Tensor]:
             "changes between runs. Use a list."
         )
     params = [params] if isinstance(params, torch.Tensor) else list(params)
+    new_group["params"] = params  # a generator can be read once
+    # torch takes pairs of a name and a parameter, too.
+    params = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
     for i, param in enumerate(params):
         if not isinstance(param, torch.Tensor) or param.dtype not in (*HALVES, torch.float32):
             got = param.dtype if isinstance(param, torch.Tensor) else type(param).__name__
@@ -172,7 +218,39 @@ def _checked_params(new_group: Any) -> list[torch.Tensor]:
 def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
     """Load state for the masters, so that float32 state is not rounded to 16 bits on the way."""
     self._amp_lazy_init()
-    return self._amp_stash.originals["load_state_dict"](state_dict)
+    return load_state(self, state_dict)
+
+
+def load_state(self: Any, state_dict: dict[str, Any]) -> Any:
+    """The original ``load_state_dict``, which keeps state of frozen 16-bit parameters in float32.
+
+    It casts state to its parameter's dtype. A frozen parameter has no master yet, but gets one, and
+    its state with it, when it is unfrozen.
+    """
+    stash = self._amp_stash
+    frozen = {id(p): p for _, p in stash.frozen if p.dtype in HALVES}
+    stand_ins = {key: _float32_like(param) for key, param in frozen.items()}
+    _replace_in_groups(self, stand_ins)
+    try:
+        return stash.originals["load_state_dict"](state_dict)
+    finally:
+        originals = {id(stand_in): frozen[key] for key, stand_in in stand_ins.items()}
+        _replace_in_groups(self, originals)
+        for key, stand_in in stand_ins.items():
+            if stand_in in self.state:
+                self.state[frozen[key]] = self.state.pop(stand_in)
+
+
+def _float32_like(param: torch.Tensor) -> torch.Tensor:
+    if is_sharded(param):
+        return torch.empty_like(param, dtype=torch.float32)
+    # Shape, dtype and device are looked at, not values: no memory for those.
+    return torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape)
+
+
+def _replace_in_groups(self: Any, replacements: dict[int, torch.Tensor]) -> None:
+    for group in self.param_groups if replacements else ():
+        group["params"] = [replacements.get(id(p), p) for p in group["params"]]
 
 
 def replace_method(optimizer: Any, name: str, function: Callable) -> None:

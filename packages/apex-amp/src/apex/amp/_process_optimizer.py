@@ -20,6 +20,7 @@ from ._grads import (
     prepare_backward_with_master_weights_FusedSGD,
 )
 from ._masters import HALVES, make_master
+from ._stash import AmpOptimizerState
 from .multi_tensor.lists import scale_lists
 
 if TYPE_CHECKING:
@@ -49,58 +50,6 @@ _ADDED_METHODS = (
     "_amp_lazy_init",
 )
 _FUSED_SGD_ATTRIBUTES = ("materialize_master_grads", "most_recent_scale", "scale_set_by_backward")
-
-
-class AmpOptimizerState:
-    """What amp keeps with an optimizer, as its attribute ``_amp_stash``.
-
-    Attributes:
-        lazy_init_called: parameters have been sorted into the lists below.
-        already_patched: the next step is going to be skipped.
-        params_have_scaled_gradients: the last backward pass delayed its unscaling.
-        fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups: with master weights, per
-            parameter group: the model's 16-bit parameters, their masters, the float32 ones.
-        all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: the same, flat.
-        all_fp32_params: float32 parameters, without master weights.
-        all_fp16_grad_stash, all_fp32_grad_stash, all_fp32_from_fp32_grad_stash: gradients of
-            earlier backward passes during a backward pass; else None.
-    """
-
-    def __init__(self) -> None:
-        self.lazy_init_called = False
-        self.already_patched = False
-        self.params_have_scaled_gradients = False
-        self.has_masters = False
-        self.is_prepared = False
-        self.writes_model_params = False  # the optimizer rounds masters into the model itself
-        self.skip_notice = ""
-        self.originals: dict[str, Callable] = {}
-        self.frozen: list[tuple[int, torch.Tensor]] = []  # (group, parameter without requires_grad)
-        for name in (
-            *("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"),
-            *("all_fp16_params", "all_fp32_from_fp16_params", "all_fp32_from_fp32_params"),
-            *("all_fp32_params", "all_fp16_grad_stash", "all_fp32_grad_stash"),
-            "all_fp32_from_fp32_grad_stash",
-        ):
-            setattr(self, name, [])
-
-    def enlist(self, param: torch.Tensor) -> None:
-        """Put a parameter into the lists, without a master."""
-        kind = "fp16" if param.dtype in HALVES else "fp32"
-        getattr(self, f"all_{kind}_params").append(param)
-        getattr(self, f"all_{kind}_grad_stash").append(None)
-
-    def skip_next_step(
-        self, loss_id: int, new_scale: float, old_scale: float | None = None
-    ) -> None:
-        """Let the next step do nothing, whatever number of backward passes ask for it."""
-        if not self.already_patched:
-            self.already_patched = True
-            change = "keeps its scale of" if new_scale == old_scale else "reduces its scale to"
-            self.skip_notice = (
-                f"amp: gradient overflow, skipping this step; loss scaler {loss_id} {change} "
-                f"{new_scale}."
-            )
 
 
 def is_fused_sgd(optimizer: Any) -> bool:
@@ -136,32 +85,36 @@ def lazy_init_with_master_weights(self: Any) -> None:
     """
     stash = self._amp_stash
     _check_params(self.param_groups, masters=True)
+    masters: dict[int, torch.Tensor] = {}
     for index, group in enumerate(self.param_groups):
         for name in ("fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"):
             getattr(stash, name).append([])
-        group["params"] = [_enlist_with_master(self, index, p) for p in group["params"]]
+        group["params"] = [_master_of(self, index, p, masters) for p in group["params"]]
     if self.state:  # in the dtype of the parameters, which has changed
-        stash.originals["load_state_dict"](self.state_dict())
+        _optimizer_methods.load_state(self, self.state_dict())
 
 
-def _enlist_with_master(self: Any, group: int, param: torch.Tensor) -> torch.Tensor:
-    """Put a parameter into the lists; returns what the optimizer steps on instead of it."""
+def _master_of(
+    self: Any, group: int, param: torch.Tensor, masters: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """Put a parameter into the lists; returns what the optimizer steps on instead of it.
+
+    Args:
+        self: the optimizer.
+        group: index of the parameter's group.
+        param: of the model.
+        masters: those of the parameters in the lists; a new one is added.
+    """
     stash = self._amp_stash
     if not param.requires_grad:
         stash.frozen.append((group, param))
         return param
-    if param.dtype not in HALVES:
-        stash.fp32_from_fp32_groups[group].append(param)
-        stash.all_fp32_from_fp32_params.append(param)
-        stash.all_fp32_from_fp32_grad_stash.append(None)
-        return param
-    master = make_master(param)
-    stash.fp16_groups[group].append(param)
-    stash.fp32_from_fp16_groups[group].append(master)
-    stash.all_fp16_params.append(param)
-    stash.all_fp32_from_fp16_params.append(master)
-    stash.all_fp16_grad_stash.append(None)
-    if param in self.state:
+    is_new = id(param) not in masters
+    if is_new:
+        masters[id(param)] = make_master(param) if param.dtype in HALVES else param
+    master = masters[id(param)]
+    stash.enlist_with_master(group, param, master, is_new)
+    if master is not param and param in self.state:
         self.state[master] = self.state.pop(param)
     return master
 
@@ -174,8 +127,7 @@ def lazy_init_no_master_weights(self: Any) -> None:
     """
     _check_params(self.param_groups, masters=False)
     for group in self.param_groups:
-        for param in group["params"]:
-            self._amp_stash.enlist(param)
+        self._amp_stash.enlist(group["params"])
 
 
 def _amp_lazy_init(self: Any) -> None:
@@ -192,9 +144,10 @@ def _amp_lazy_init(self: Any) -> None:
 def _adopt_unfrozen(self: Any) -> None:
     """Give masters to parameters that were frozen when the lists were made, and are not now."""
     frozen, self._amp_stash.frozen = self._amp_stash.frozen, []
+    masters = self._amp_stash.masters()
     with torch.no_grad():
         for index, param in frozen:
-            replacement = _enlist_with_master(self, index, param)
+            replacement = _master_of(self, index, param, masters)
             params = self.param_groups[index]["params"]
             params[:] = [replacement if p is param else p for p in params]
 
@@ -229,7 +182,7 @@ def _post_amp_backward(self: Any, scaler: Any) -> None:
 def _abort_amp_backward(self: Any) -> None:
     """Put back the gradients of before a backward pass that failed."""
     stash = self._amp_stash
-    if not stash.is_prepared:
+    if not stash.is_prepared or stash.params_have_scaled_gradients:
         return
     stash.is_prepared = False
     is_stashed = not stash.has_masters or not getattr(self, "materialize_master_grads", True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +23,39 @@ def optimizer_list(optimizers: Any) -> list[Any]:
                 "amp.scale_loss: optimizers must be a torch.optim.Optimizer, an "
                 f"apex.parallel.LARC, or a list of them; got {type(optimizer).__name__} at {i}."
             )
-    return items
+    return list({id(item): item for item in items}.values())  # each once
 
 
 def scaler_of(loss_id: int) -> LossScaler:
     """The loss scaler of a loss, or ``ValueError``."""
+    if not _amp_state.opt_properties.enabled:
+        return LossScaler(1.0)
     count = len(_amp_state.loss_scalers)
-    if not isinstance(loss_id, int) or not 0 <= loss_id < count:
+    if not _is_integer(loss_id) or not 0 <= loss_id < count:
         raise ValueError(
             f"amp.scale_loss: loss_id must be an int in [0, {count}), got {loss_id!r}. "
             "amp.initialize(..., num_losses=N) makes room for N losses."
         )
     return _amp_state.loss_scalers[loss_id]
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)  # numpy's integers, too
+    except TypeError:
+        return False
+    return True
+
+
+def still_in_need(optimizers: Any) -> list[Any]:
+    """The optimizers whose gradients amp has to see to although it is not enabled: as a rule none.
+
+    With master weights, from a call of ``initialize`` before amp was switched off, a step on the
+    model's gradients does nothing.
+    """
+    items = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    initialized = [item for item in items if hasattr(item, "_amp_stash")]
+    return initialized if have_masters(initialized) else []
 
 
 def have_masters(optimizers: Sequence[Any]) -> bool:
@@ -41,56 +64,130 @@ def have_masters(optimizers: Sequence[Any]) -> bool:
     return any(stash is not None and stash.has_masters for stash in stashes)
 
 
-def check_are_initialized(optimizers: Sequence[Any]) -> None:
-    """Raise ``RuntimeError`` for an optimizer that amp has not seen."""
+@contextlib.contextmanager
+def gradients_aside(
+    optimizers: list[Any], scaler: LossScaler, loss_id: int, delays: dict[str, bool]
+) -> Iterator[None]:
+    """Put gradients of earlier backward passes aside for a block, and have them in the sum after.
+
+    Args:
+        optimizers: each once; they are brought into the order in which they take their turn.
+        scaler: of the loss.
+        loss_id: its number.
+        delays: whether ``"unscale"`` and ``"overflow_check"`` are left to a later block.
+    """
+    _check_can_begin(optimizers)
+    for optimizer in optimizers:
+        optimizer._amp_lazy_init()
+    for optimizer in optimizers:
+        optimizer._amp_stash.is_in_block = True
+        if not optimizer._amp_stash.has_grads():  # zero_grad was called after a delayed unscaling
+            optimizer._amp_stash.drop_scaled_grads()
+    try:
+        turns = _turns(optimizers)
+        try:
+            for optimizer, hidden in turns:
+                # Gradients that are still scaled stay in place: autograd adds to them.
+                if not optimizer._amp_stash.params_have_scaled_gradients:
+                    with _without_grads(hidden):
+                        optimizer._prepare_amp_backward()
+            yield
+        except BaseException:
+            for optimizer, hidden in turns:
+                with _without_grads(hidden):
+                    optimizer._abort_amp_backward()
+            raise
+        _finish(turns, scaler, loss_id, delays)
+    finally:
+        for optimizer in optimizers:
+            optimizer._amp_stash.is_in_block = False
+
+
+def _turns(optimizers: list[Any]) -> list[tuple[Any, list[torch.Tensor]]]:
+    """The optimizers, with the parameters of each that are another's turn: the first one's.
+
+    A gradient is unscaled in place, so once, whatever number of optimizers have its parameter.
+    """
+    if len(optimizers) == 1:
+        return [(optimizers[0], [])]
+    # Who holds the unscaled part of a gradient that is scaled by now has to be the one to add it.
+    optimizers.sort(key=lambda o: not o._amp_stash.params_have_scaled_gradients)
+    turns, seen = [], set()
+    for optimizer in optimizers:
+        params = optimizer._amp_stash.unscaled_in_place()
+        ids = set(map(id, params))
+        turns.append((optimizer, [p for p in params if id(p) in seen] if ids & seen else []))
+        seen |= ids
+    return turns
+
+
+@contextlib.contextmanager
+def _without_grads(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def _check_can_begin(optimizers: Sequence[Any]) -> None:
+    """Raise ``RuntimeError`` for an optimizer that amp has not seen, or that is in a block."""
     for i, optimizer in enumerate(optimizers):
         if not hasattr(optimizer, "_amp_stash"):
             raise RuntimeError(
                 f"amp.scale_loss: optimizers[{i}] ({type(optimizer).__name__}) was not given to "
                 "amp.initialize. Pass it there, and use the optimizer that comes back."
             )
+        if optimizer._amp_stash.is_in_block:
+            raise RuntimeError(
+                f"amp.scale_loss: optimizers[{i}] ({type(optimizer).__name__}) is in a scale_loss "
+                "block already. Close that block first: gradients of several blocks, one after "
+                "another, add up. For one backward pass of several losses, scale their sum."
+            )
 
 
-def prepare(optimizers: Sequence[Any], delay_unscale: bool) -> None:
-    """Put gradients of earlier backward passes aside."""
-    for optimizer in optimizers:
-        optimizer._amp_lazy_init()
-        # Gradients that are still scaled stay in place: autograd adds to them.
-        if not optimizer._amp_stash.params_have_scaled_gradients and not delay_unscale:
-            optimizer._prepare_amp_backward()
-
-
-def finish(
-    optimizers: Sequence[Any],
+def _finish(
+    turns: Sequence[tuple[Any, list[torch.Tensor]]],
     scaler: LossScaler,
     loss_id: int,
-    delay_unscale: bool,
-    delay_overflow_check: bool,
+    delays: dict[str, bool],
 ) -> None:
     """Unscale gradients, adapt the loss scale, and let optimizers skip their step if need be."""
-    if delay_unscale:
-        for optimizer in optimizers:
-            optimizer._amp_stash.params_have_scaled_gradients = True
+    if delays["unscale"]:
+        for optimizer, hidden in turns:
+            with _without_grads(hidden):
+                if optimizer._amp_stash.has_grads():
+                    optimizer._amp_stash.params_have_scaled_gradients = True
+                else:  # the loss did not reach it
+                    optimizer._abort_amp_backward()
         return
     scaler.clear_overflow_state()
-    for optimizer in optimizers:
-        optimizer._post_amp_backward(scaler)
+    for optimizer, hidden in turns:
+        with _without_grads(hidden):
+            optimizer._post_amp_backward(scaler)
         optimizer._amp_stash.params_have_scaled_gradients = False
-    if delay_overflow_check:
-        scaler.delay_check()
+    optimizers = [optimizer for optimizer, _ in turns]
+    if delays["overflow_check"]:
+        scaler.delay_check(optimizers)
+        for optimizer in optimizers:
+            optimizer._amp_stash.check_is_delayed = True
         note_iteration(loss_id, scaler.loss_scale(), False)
         return
     scale = scaler.loss_scale()
     is_skipped = scaler.update_scale()
     note_iteration(loss_id, scale, is_skipped)
-    if is_skipped:
-        for optimizer in optimizers:
-            optimizer._amp_stash.skip_next_step(loss_id, scaler.loss_scale(), scale)
+    late = [o for o in scaler.late_overflows if o._amp_stash.check_is_delayed]
+    is_here = is_skipped and (scaler._has_overflow or not scaler.late_overflows)
+    for optimizer in (*late, *(optimizers if is_here else ())):
+        optimizer._amp_stash.skip_next_step(loss_id, scaler.loss_scale(), scale)
 
 
 def watched(loss: torch.Tensor, scaled_loss: torch.Tensor) -> torch.Tensor:
     """The scaled loss, whose backward pass a running ``amp.debug`` watches."""
-    if _amp_state.debugger is not None:
+    if _amp_state.debugger is not None and isinstance(loss, torch.Tensor):
         _amp_state.debugger.before_backward(loss, scaled_loss)
     return scaled_loss
 

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state, maybe_print
-from ._checks import check_models, check_optimizers, check_params_fp32
+from ._checks import (
+    check_masters_are_apart,
+    check_models,
+    check_optimizers,
+    check_params_fp32,
+)
 from ._initialize import _initialize
 from ._process_optimizer import check_is_unprocessed
 from ._properties import O0, O1, O2, O3, O4, O5, Properties, opt_levels
@@ -71,7 +76,8 @@ def initialize(
     Args:
         models: a module, or a list of modules; float32 parameters, on any device.
         optimizers: a ``torch.optim.Optimizer``, an ``apex.parallel.LARC``, a list of them, or None.
-        enabled: False: return everything as it is, and let the other functions of amp do nothing.
+        enabled: False: return everything as it is, and let the other functions of amp do nothing,
+            but for optimizers that have master weights from an earlier call.
         opt_level: "O0" to "O5"; its defaults, above, are overridden by the next arguments.
         cast_model_type: floating-point dtype to cast models and inputs to; False for no cast.
         patch_torch_functions: cast arguments of functions; O1 and O4 only.
@@ -95,7 +101,7 @@ def initialize(
         TypeError: an argument is of the wrong type.
         RuntimeError: unknown ``opt_level``, an option that does not go with it, a model that is
             wrapped for data parallelism or not in float32, an optimizer that was initialized
-            before, or cuDNN is switched off.
+            before, two with master weights that share a parameter, or cuDNN is switched off.
         ValueError: a loss scale or ``num_losses`` out of range.
 
         Nothing is changed then.
@@ -114,11 +120,14 @@ def initialize(
         "loss_scale": loss_scale,
     }
     with _unchanged_on_error():
+        _check_enabled(enabled)
         _amp_state.verbosity = verbosity
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
         if enabled:
             properties = _resolve(overrides)
             model_list, optimizer_list = _checked(models, optimizers)
+            if properties.master_weights:
+                check_masters_are_apart(optimizer_list)
             _check_numbers(num_losses, hysteresis, cast_model_outputs)
             _initialize(
                 *(model_list, optimizer_list, properties, num_losses, cast_model_outputs),
@@ -139,6 +148,14 @@ def _unchanged_on_error() -> Iterator[None]:
         _amp_state.__dict__.clear()
         _amp_state.__dict__.update(before)
         raise
+
+
+def _check_enabled(enabled: Any) -> None:
+    if enabled not in (True, False):  # 0, 1 and numpy's booleans are equal to these
+        raise TypeError(
+            f"amp.initialize: enabled must be True or False, got {enabled!r}. The opt level is the "
+            "fourth argument; give it by keyword: opt_level='O2'."
+        )
 
 
 def _disable() -> None:

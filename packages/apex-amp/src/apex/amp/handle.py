@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
+from ._cast_functions import static_or_class_method
 from ._casting import Casting, device_types_in_use
 from ._scaling import (
-    check_are_initialized,
-    finish,
+    gradients_aside,
     have_masters,
     note_iteration,
     optimizer_list,
-    prepare,
     scaler_of,
+    still_in_need,
     watched,
 )
 from .opt import OptimWrapper
@@ -52,13 +52,16 @@ def scale_loss(
         model: ignored; kept for callers that pass it.
         delay_unscale: leave the gradients scaled, for accumulation over several backward passes
             with one scale; the last pass of an iteration must not set it.
-        delay_overflow_check: unscale, but leave it to the next block to look for overflows.
+        delay_overflow_check: unscale, but leave it to the next block to look for overflows. If it
+            finds one of this block, the optimizers of this one skip their next step, unless they
+            have stepped by then.
 
     Yields:
         ``loss.float() * scale``; the loss itself if amp is not enabled.
 
     Raises:
-        RuntimeError: ``amp.initialize`` was not called, or did not see one of ``optimizers``.
+        RuntimeError: ``amp.initialize`` was not called, or did not see one of ``optimizers``; or
+            one of them is in a block already, which this one is nested in.
         TypeError, ValueError: an argument is of the wrong type, or ``loss_id`` out of range.
 
     An exception inside the block leaves gradients as they were before it (those of a backward pass
@@ -76,12 +79,14 @@ def scale_loss(
             "amp.scale_loss: amp is not initialized. Call "
             "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first."
         )
+    if not properties.enabled:
+        optimizers = still_in_need(optimizers)
+        if not optimizers:
+            yield watched(loss, loss)
+            note_iteration(loss_id, 1.0, False)
+            return
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"amp.scale_loss: loss must be a tensor, got {type(loss).__name__}.")
-    if not properties.enabled:
-        yield watched(loss, loss)
-        note_iteration(loss_id, 1.0, False)
-        return
     optimizers = optimizer_list(optimizers)
     scaler = scaler_of(loss_id)
     handle = _amp_state.handle
@@ -92,16 +97,9 @@ def scale_loss(
                 yield watched(loss, loss.float())
             note_iteration(loss_id, 1.0, False)
             return
-        check_are_initialized(optimizers)
-        prepare(optimizers, delay_unscale)
-        try:
-            with handle._backward():
-                yield watched(loss, loss.float() * scaler.loss_scale())
-        except BaseException:
-            for optimizer in optimizers:
-                optimizer._abort_amp_backward()
-            raise
-        finish(optimizers, scaler, loss_id, delay_unscale, delay_overflow_check)
+        delays = {"unscale": delay_unscale, "overflow_check": delay_overflow_check}
+        with gradients_aside(optimizers, scaler, loss_id, delays), handle._backward():
+            yield watched(loss, loss.float() * scaler.loss_scale())
     finally:
         handle._clear_cache()
 
@@ -193,7 +191,7 @@ class AmpHandle:
 
     @property
     def has_cache(self) -> bool:
-        """Whether weights are cast once per call of a model."""
+        """Whether casts of weights are kept where that is sound."""
         return self._casting.cache_enabled
 
     @property
@@ -234,6 +232,7 @@ class AmpHandle:
         yield loss
 
     def _activate(self) -> None:
+        self._undo.enter_context(self._casting.wrapped_autograd())
         self._casting.activate()
         self._undo.callback(self._casting.deactivate)
 
@@ -258,7 +257,7 @@ class AmpHandle:
         if isinstance(mod, dict):
             self._undo.callback(mod.__setitem__, fn, func)
         elif fn in vars(mod):
-            self._undo.callback(setattr, mod, fn, func)
+            self._undo.callback(setattr, mod, fn, static_or_class_method(mod, fn) or func)
         else:  # inherited from a base class
             self._undo.callback(delattr, mod, fn)
 

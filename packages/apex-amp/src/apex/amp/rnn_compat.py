@@ -6,28 +6,26 @@ Under O1 and O4 recurrent layers and cells run in 16 bits by rules of torch's di
 
 from __future__ import annotations
 
-from typing import Any
+from . import utils, wrap
+from ._rnn_functions import RNN_NAMES, VariableFunctionsShim, replaceable_functions
+from .handle import AmpHandle
 
-import torch
-
-RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
-
-
-class VariableFunctionsShim:
-    """torch's recurrent functions as attributes that may be assigned.
-
-    To use it, put an instance in the place of ``torch.nn.modules.rnn._VF``.
-    """
-
-    def __init__(self) -> None:
-        for name in RNN_NAMES:
-            for suffix in ("", "_cell"):
-                setattr(self, name + suffix, getattr(torch, name + suffix))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch._VF, name)  # all that is not recurrent
+__all__ = ["RNN_NAMES", "VariableFunctionsShim", "has_old_rnns", "whitelist_rnn_cells"]
 
 
 def has_old_rnns() -> bool:
     """Whether torch has the recurrent backend of before 1.0: no."""
     return False
+
+
+def whitelist_rnn_cells(cast_fn: utils.Cast, handle: AmpHandle, verbose: bool = False) -> None:
+    """Wrap the functions of torch's recurrent cells by :func:`.wrap.make_cast_wrapper`.
+
+    Args:
+        cast_fn: such as :func:`apex.amp.utils.maybe_half`.
+        handle: decides whether to cast, and keeps casts of parameters in its cache.
+        verbose: print casts.
+    """
+    functions = replaceable_functions(handle)
+    for name in RNN_NAMES:
+        wrap.cached_cast(functions, f"{name}_cell", cast_fn, handle, True, verbose)

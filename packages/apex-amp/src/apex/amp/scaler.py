@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._amp_c import AmpCFunction
 from ._sharding import meshes_of, share_flags
 from ._unscale_python import (
     PythonUnscaling,
@@ -16,6 +17,8 @@ from ._unscale_python import (
     scale_check_overflow_python,
 )
 from .multi_tensor.lists import axpby_lists, scale_lists
+
+_Findings = tuple[tuple[Any, ...], bool, dict[torch.device, Tensor]]
 
 __all__ = ["LossScaler", "axpby_check_overflow_python", "scale_check_overflow_python"]
 
@@ -45,6 +48,8 @@ class LossScaler(PythonUnscaling):
 
     has_fused_kernel = True
     warned_no_fused_kernel = False
+    multi_tensor_scale_cuda = AmpCFunction("multi_tensor_scale")
+    multi_tensor_axpby_cuda = AmpCFunction("multi_tensor_axpby")
 
     def __init__(
         self,
@@ -84,9 +89,10 @@ class LossScaler(PythonUnscaling):
         self._hysteresis = hysteresis
         self._overflows_left = hysteresis  # until one divides the scale
         self._has_overflow = False
-        # A delayed check leaves its findings here for the next one.
-        self._check_is_delayed = False
         self._overflow_bufs: dict[torch.device, Tensor] = {}
+        # What blocks with a delayed check have found: their optimizers, and the two above.
+        self._delayed: dict[tuple[int, ...], _Findings] = {}
+        self.late_overflows: list[Any] = []
         self._meshes: dict[Any, None] = {}  # over which the gradients are spread, in order
 
     def loss_scale(self) -> float:
@@ -156,9 +162,7 @@ class LossScaler(PythonUnscaling):
         axpby_lists(model_grads, stashed_master_grads, master_grads, self.overflow_buf, *factors)
 
     def clear_overflow_state(self) -> None:
-        """Forget overflows, except those that a delayed check has still to look at."""
-        if self._check_is_delayed:
-            return
+        """Forget overflows, except those whose check is delayed."""
         self._has_overflow = False
         for buffer in self._overflow_bufs.values():
             buffer.zero_()
@@ -167,14 +171,17 @@ class LossScaler(PythonUnscaling):
         """Adapt the scale to the last backward pass; True if the step must be skipped.
 
         Reads the flags from their devices, the one synchronization of an iteration. A static scale
-        never skips.
+        never skips. Checks that were delayed are made, too: ``late_overflows`` is then the list of
+        the optimizers in whose gradients they have found an overflow.
         """
-        self._check_is_delayed = False
-        if self.dynamic and self._meshes:  # what one process found in its shards counts for all
-            share_flags(self._overflow_bufs.values(), self._meshes)
-        if self.dynamic and not self._has_overflow:
-            self._has_overflow = any(b.item() != 0 for b in self._overflow_bufs.values())
-        should_skip = self._has_overflow and self.dynamic
+        delayed, self._delayed, self.late_overflows = self._delayed, {}, []
+        should_skip = False
+        if self.dynamic:
+            self._has_overflow = should_skip = self._found(self._has_overflow, self._overflow_bufs)
+            for optimizers, has_overflow, buffers in delayed.values():
+                if self._found(has_overflow, buffers):
+                    should_skip = True
+                    self.late_overflows += optimizers
         if should_skip:
             self._overflows_left = max(self._overflows_left - 1, 0)
             if self._overflows_left == 0:
@@ -191,9 +198,20 @@ class LossScaler(PythonUnscaling):
             self._unskipped = 0
         return should_skip
 
-    def delay_check(self) -> None:
-        """Keep what was found until the next :meth:`update_scale`."""
-        self._check_is_delayed = True
+    def delay_check(self, optimizers: Sequence[Any] = ()) -> None:
+        """Keep what was found in gradients of ``optimizers`` until :meth:`update_scale`."""
+        key = tuple(map(id, optimizers))
+        _, has_overflow, flags = self._delayed.get(key, ((), False, {}))
+        flags = {
+            d: b | flags[d] if d in flags else b.clone() for d, b in self._overflow_bufs.items()
+        }
+        self._delayed[key] = tuple(optimizers), has_overflow or self._has_overflow, flags
+        self.clear_overflow_state()
+
+    def _found(self, has_overflow: bool, buffers: dict[torch.device, Tensor]) -> bool:
+        if self._meshes:  # what one process found in its shards counts for all
+            share_flags(buffers.values(), self._meshes)
+        return has_overflow or any(buffer.item() != 0 for buffer in buffers.values())
 
 
 def _check_positive(values: dict[str, float | str]) -> None:

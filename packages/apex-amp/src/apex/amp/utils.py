@@ -6,12 +6,14 @@ amp's own casts go through torch's autocast and need none of these.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ._cast_functions import static_or_class_method
+from ._flat_weights import cast_into, flat_size
 from .compat import is_floating_point
 from .handle import AmpHandle
 
@@ -76,9 +78,13 @@ def _maybe_cast(x: Any, dtype: torch.dtype, name: str, verbose: bool) -> Any:
     if not is_floating_point(x) or x.dtype is dtype:
         return x
     if verbose:
-        before, after = (str(d).removeprefix("torch.") for d in (x.dtype, dtype))
-        print(f"{before}->{after} ({name})")
+        _print_cast(x.dtype, dtype, name)
     return x.to(dtype)
+
+
+def _print_cast(before: torch.dtype, after: torch.dtype, name: str) -> None:
+    names = (str(dtype).removeprefix("torch.") for dtype in (before, after))
+    print(f"{'->'.join(names)} ({name})")
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
@@ -172,5 +178,62 @@ def set_func(mod: Any, fn: str, new_fn: Any) -> None:
 
 def set_func_save(handle: AmpHandle, mod: Any, fn: str, new_fn: Any) -> None:
     """As :func:`set_func`, until the handle is deactivated."""
+    method = static_or_class_method(mod, fn)
     handle._save_func(mod, fn, get_func(mod, fn))
-    set_func(mod, fn, new_fn)
+    # A class would bind the bare function to its instances.
+    set_func(mod, fn, new_fn if method is None else staticmethod(new_fn))
+
+
+def synthesize_flattened_rnn_weights(
+    fp32_weights: Sequence[Sequence[Tensor]],
+    fp16_flat_tensor: Tensor,
+    rnn_fn: str = "",
+    verbose: bool = False,
+) -> list[list[Tensor]]:
+    """As :func:`new_synthesize_flattened_rnn_weights` for one list of weights per layer."""
+    weights = [weight for layer in fp32_weights for weight in layer]
+    dtype = fp16_flat_tensor.dtype
+    pieces = new_synthesize_flattened_rnn_weights(weights, fp16_flat_tensor, rnn_fn, dtype, verbose)
+    remaining = iter(pieces)
+    return [[next(remaining) for _ in layer] for layer in fp32_weights]
+
+
+def new_synthesize_flattened_rnn_weights(
+    fp32_weights: Sequence[Tensor],
+    fp16_flat_tensor: Tensor,
+    rnn_fn: str = "",
+    dtype: torch.dtype = torch.float16,
+    verbose: bool = False,
+) -> list[Tensor]:
+    """Cast the weights of recurrent layers into one flat tensor, as cuDNN wants them.
+
+    Args:
+        fp32_weights: if they are pieces of one tensor, as ``flatten_parameters`` makes them, they
+            keep their places in it; else they follow one another.
+        fp16_flat_tensor: one-dimensional, large enough for that; overwritten.
+        rnn_fn: a name to print.
+        dtype: of ``fp16_flat_tensor``.
+        verbose: print the casts.
+
+    Returns:
+        Pieces of ``fp16_flat_tensor``; gradients reach the weights.
+
+    Raises:
+        TypeError: ``fp16_flat_tensor`` is of another dtype.
+        ValueError: it is too small.
+    """
+    if fp16_flat_tensor.dtype is not dtype:
+        raise TypeError(
+            f"new_synthesize_flattened_rnn_weights: fp16_flat_tensor is {fp16_flat_tensor.dtype}, "
+            f"expected {dtype}; pass the dtype that is meant as dtype."
+        )
+    size = flat_size(fp32_weights)
+    if fp16_flat_tensor.numel() < size:
+        raise ValueError(
+            f"new_synthesize_flattened_rnn_weights: fp16_flat_tensor has "
+            f"{fp16_flat_tensor.numel()} elements, but the weights take {size}."
+        )
+    if verbose:
+        for weight in fp32_weights:
+            _print_cast(weight.dtype, dtype, rnn_fn)
+    return cast_into(fp16_flat_tensor, fp32_weights)

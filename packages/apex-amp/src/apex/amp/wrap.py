@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from . import utils
+from ._flat_weights import flat_size
+from ._rnn_functions import replaceable_functions
 from .handle import AmpHandle
 
 Function = Callable[..., Any]
@@ -175,6 +177,53 @@ def err_if_arg0_half(mod: Any, fn: str, handle: AmpHandle, verbose: bool = False
         return orig_fn(arg0, *new_args, **kwargs)
 
     utils.set_func_save(handle, mod, fn, wrapper)
+
+
+def rnn_cast(backend: Any, fn: str, handle: AmpHandle, verbose: bool = False) -> None:
+    """Wrap ``backend.fn``, if there is one, as :func:`new_rnn_cast` does; in float16."""
+    if utils.has_func(backend, fn):
+        wrapper = _rnn_wrapper(utils.get_func(backend, fn), utils.maybe_half, handle, fn, verbose)
+        utils.set_func_save(handle, backend, fn, wrapper)
+
+
+def new_rnn_cast(fn: str, cast_fn: utils.Cast, handle: AmpHandle, verbose: bool = False) -> None:
+    """Wrap one of the functions of torch's recurrent layers.
+
+    Its weights are cast into one flat tensor, in which they have the places they had.
+
+    Args:
+        fn: one of :data:`.rnn_compat.RNN_NAMES`.
+        cast_fn: such as :func:`apex.amp.utils.maybe_half`.
+        handle: decides whether to cast.
+        verbose: print casts.
+    """
+    functions = replaceable_functions(handle)
+    wrapper = _rnn_wrapper(utils.get_func(functions, fn), cast_fn, handle, fn, verbose)
+    utils.set_func_save(handle, functions, fn, wrapper)
+    table = torch.nn.modules.rnn._rnn_impls
+    if utils.has_func(table, fn.upper()):
+        utils.set_func_save(handle, table, fn.upper(), wrapper)
+
+
+def _rnn_wrapper(
+    orig_fn: Function, cast_fn: utils.Cast, handle: AmpHandle, fn: str, verbose: bool
+) -> Function:
+    dtype = cast_fn(torch.empty(0)).dtype
+    cast_fn = utils.verbosify(cast_fn, fn, verbose)
+
+    @functools.wraps(orig_fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        lists = [i for i, x in enumerate(args) if utils.is_nested(x)]
+        if not handle.is_active() or not lists:
+            return orig_fn(*args, **kwargs)
+        weights = args[lists[-1]]  # an LSTM's states precede them
+        new_args = utils.casted_args(cast_fn, args[: lists[-1]], {})
+        if any(weight.dtype is not dtype for weight in weights):
+            flat = weights[0].new_empty(flat_size(weights), dtype=dtype)
+            weights = utils.new_synthesize_flattened_rnn_weights(weights, flat, fn, dtype, verbose)
+        return orig_fn(*new_args, weights, *args[lists[-1] + 1 :], **kwargs)
+
+    return wrapper
 
 
 def disable_casts(mod: Any, fn: str, handle: AmpHandle) -> None:

@@ -17,28 +17,31 @@ _HALVES = (torch.float16, torch.bfloat16)
 def add_masters(self: FP16_Optimizer) -> None:
     """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
 
+    Parameters that need no gradients are left out. Called again, it takes in those that do by then,
+    in their place among the others: a checkpoint has the masters in the groups' order.
+
     Raises:
         TypeError: a parameter that needs gradients is of another dtype; nothing is changed then.
     """
     _check_dtypes(self)
+    model_params = dict(zip(self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True))
+    known_fp32 = set(self.all_fp32_from_fp32_params)
     self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups = [], [], []
     for group in self.optimizer.param_groups:
         fp16, from_fp16, from_fp32 = [], [], []
         for i, param in enumerate(group["params"]):
-            if not param.requires_grad:
-                continue
-            if param.dtype not in _HALVES:
+            if param in model_params:
+                fp16.append(model_params[param])
+                from_fp16.append(param)
+            elif param in known_fp32:
                 from_fp32.append(param)
-                continue
-            master = param.detach().float().requires_grad_()
-            fp16.append(param)
-            from_fp16.append(master)
-            group["params"][i] = master
-            if param in self.optimizer.state:
-                self.optimizer.state[master] = self.optimizer.state.pop(param)
-            param.grad = None
-        for param in from_fp32:
-            param.grad = None
+            elif param.requires_grad:
+                param.grad = None
+                if param.dtype in _HALVES:
+                    fp16.append(param)
+                    from_fp16.append(_put_master(self, group["params"], i))
+                else:
+                    from_fp32.append(param)
         self.fp16_groups.append(fp16)
         self.fp32_from_fp16_groups.append(from_fp16)
         self.fp32_from_fp32_groups.append(from_fp32)
@@ -47,6 +50,26 @@ def add_masters(self: FP16_Optimizer) -> None:
     self.all_fp32_from_fp32_params = list(chain(*self.fp32_from_fp32_groups))
     if self.optimizer.state:  # in the dtype of the parameters, which has changed
         self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+
+def _put_master(self: FP16_Optimizer, params: list[Tensor], i: int) -> Tensor:
+    """Let the optimizer step on a master instead of ``params[i]``; returns it."""
+    param = params[i]
+    params[i] = master = param.detach().float().requires_grad_()
+    if param in self.optimizer.state:
+        self.optimizer.state[master] = self.optimizer.state.pop(param)
+    return master
+
+
+def adopt_unfrozen(self: FP16_Optimizer) -> None:
+    """Take in parameters that needed no gradients so far, and do now.
+
+    Else the optimizer would step on their scaled gradients, in 16 bits.
+    """
+    listed = (*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params)
+    needed = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
+    if not set(listed).issuperset(needed):
+        add_masters(self)
 
 
 def _check_dtypes(self: FP16_Optimizer) -> None:

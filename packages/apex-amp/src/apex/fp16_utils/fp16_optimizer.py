@@ -11,7 +11,7 @@ from torch import Tensor
 from ..amp._checks import is_optimizer
 from ..amp.scaler import LossScaler
 from . import _optimizer_state
-from ._master_grads import add_masters, clear_grads, rescale_grads, unscale_grads
+from ._master_grads import add_masters, adopt_unfrozen, clear_grads, rescale_grads, unscale_grads
 from .fp16util import clip_grad_norm, master_params_to_model_params
 
 __all__ = ["FP16_Optimizer"]
@@ -76,6 +76,8 @@ class FP16_Optimizer:
         self.clip_grad_norm = clip_grad_norm
         # What the gradients at hand are multiplied by.
         self._model_grads_scale = self._fp32_grads_scale = 1.0
+        self.all_fp16_params, self.all_fp32_from_fp16_params = [], []
+        self.all_fp32_from_fp32_params = []
         add_masters(self)
         self.maybe_print(
             "FP16_Optimizer is kept for scripts of before amp; "
@@ -113,6 +115,7 @@ class FP16_Optimizer:
                 a step, False saves its work in all but the last; the sum is the same.
             retain_graph: as for ``Tensor.backward``.
         """
+        adopt_unfrozen(self)
         rescale_grads(self)
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
         if update_master_grads:
@@ -229,6 +232,7 @@ class FP16_Optimizer:
         Raises:
             ValueError: an entry is missing, or the masters do not fit; nothing is changed then.
         """
+        adopt_unfrozen(self)
         _optimizer_state.load_state_dict(self, state_dict)
 
     @property

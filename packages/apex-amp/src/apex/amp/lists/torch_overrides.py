@@ -4,6 +4,11 @@ import torch
 
 MODULE = torch
 
+# torch's version for scripts that choose by it: "2.10" is 2.1 as a float, hence the hundredths.
+version_strings = torch.__version__.split(".")
+version_major, version_minor = int(version_strings[0]), int(version_strings[1])
+version_num = version_major + version_minor / 100
+
 FP16_FUNCS = [
     *("conv1d", "conv2d", "conv3d"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
