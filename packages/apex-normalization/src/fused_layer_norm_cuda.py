@@ -60,7 +60,8 @@ def forward_affine_mixed_dtypes(
 ) -> list[Tensor]:
     """Return ``[output, mean, invvar]``; the output has gamma's dtype, whatever the input's."""
     name = "forward_affine_mixed_dtypes"
-    return list(_compute.layer_norm(name, input, gamma, beta, normalized_shape, eps, True))
+    results = _compute.layer_norm(name, input, gamma, beta, normalized_shape, eps, True)
+    return list(_compute.in_input_dtype(input, *results))
 
 
 @torch.no_grad()
@@ -135,7 +136,8 @@ def rms_forward_affine_mixed_dtypes(
 ) -> list[Tensor]:
     """Return ``[output, invvar]``; the output has gamma's dtype, whatever the input's."""
     name = "rms_forward_affine_mixed_dtypes"
-    return list(_compute.rms_norm(name, input, gamma, normalized_shape, eps, True))
+    results = _compute.rms_norm(name, input, gamma, normalized_shape, eps, True)
+    return list(_compute.in_input_dtype(input, *results))
 
 
 @torch.no_grad()
@@ -178,6 +180,7 @@ def rms_backward_affine(
 
 def _layer_norm_backward(name, dout, mean, invvar, saved, shape, gamma, beta, eps, efficient):
     _check_operands(name, saved, gamma, beta, _as_shape(shape), eps, mixed=True)
+    mean, invvar = _compute.as_statistics(saved.dtype, dout.dtype, efficient, mean, invvar)
     return list(
         _compute.layer_norm_gradients(
             dout,
@@ -197,6 +200,7 @@ def _layer_norm_backward(name, dout, mean, invvar, saved, shape, gamma, beta, ep
 
 def _rms_norm_backward(name, dout, invvar, saved, shape, gamma, eps, efficient):
     _check_operands(name, saved, gamma, None, _as_shape(shape), eps, mixed=True)
+    (invvar,) = _compute.as_statistics(saved.dtype, dout.dtype, efficient, invvar)
     return list(
         _compute.rms_norm_gradients(
             dout, saved, gamma, invvar, shape, eps, saved.dtype, efficient, gamma is not None

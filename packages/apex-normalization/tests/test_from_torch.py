@@ -58,6 +58,13 @@ class GatedRMSNorm(LlamaRMSNorm):
         return super().forward(x * gate)
 
 
+class OptionallyGatedRMSNorm(LlamaRMSNorm):
+    """As Mamba's in transformers: computes what Llama's does where it is tried without a gate."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
+
+
 class LayerNorm2d(nn.LayerNorm):
     """As in timm: normalizes another dimension."""
 
@@ -67,6 +74,37 @@ class LayerNorm2d(nn.LayerNorm):
 
 class NamedLayerNorm(nn.LayerNorm):
     """A name of its own for torch's."""
+
+
+class LoadingLayerNorm(nn.LayerNorm):
+    """Takes checkpoints under other names."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}gamma")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class CalledLayerNorm(nn.LayerNorm):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+class RmsNormWithMethod(LlamaRMSNorm):
+    def fold(self):
+        return self.weight
+
+
+class MetaRMSNorm(LlamaRMSNorm):
+    """As in Meta's Llama: forward has a helper; the rest is for printing."""
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x):
+        return self._norm(x.float()).type_as(x) * self.weight
+
+    def extra_repr(self):
+        return f"{self.weight.shape[0]}"
 
 
 class RmsNormOfOtherParts(LlamaRMSNorm):
@@ -96,6 +134,7 @@ SWAPPED = {
     ),
     "Llama": (lambda: LlamaRMSNorm(8), FusedRMSNorm),
     "T5": (lambda: T5LayerNorm(8, eps=1e-2), FusedRMSNorm),
+    "Meta": (lambda: MetaRMSNorm(8), FusedRMSNorm),
 }
 
 
@@ -147,6 +186,20 @@ def complex_weights():
     return module
 
 
+def with_forward_on_it(make):
+    """As accelerate's add_hook_to_module leaves modules."""
+    module = make(8)
+    forward = module.forward
+    module.forward = lambda x: forward(x) + 1
+    return module
+
+
+def compiled():
+    module = nn.LayerNorm(8)
+    module.compile(backend="eager")
+    return module
+
+
 def without_eps():
     module = LlamaRMSNorm(8)
     del module.variance_epsilon
@@ -159,7 +212,14 @@ KEPT = {
     "parametrized": (parametrized, "other parameters or modules than torch.nn.LayerNorm"),
     "Gemma": (lambda: GemmaRMSNorm(8), "computes something else"),
     "eps outside": (lambda: OutsideRMSNorm(8), "computes something else"),
-    "gated": (lambda: GatedRMSNorm(8), "computes something else"),
+    "gated": (lambda: GatedRMSNorm(8), "other arguments than its input: ['x', 'gate']"),
+    "optional gate": (lambda: OptionallyGatedRMSNorm(8), "other arguments than its input"),
+    "forward on it": (lambda: with_forward_on_it(nn.LayerNorm), "its own forward, set on the"),
+    "forward on it, Llama": (lambda: with_forward_on_it(LlamaRMSNorm), "its own forward, set on"),
+    "compiled": (compiled, "its own _compiled_call_impl, set on the module"),
+    "own loading": (lambda: LoadingLayerNorm(8), "would be lost: _load_from_state_dict"),
+    "own call": (lambda: CalledLayerNorm(8), "methods of its own, which would be lost: __call__"),
+    "own method": (lambda: RmsNormWithMethod(8), "methods of its own, which would be lost: fold"),
     "other parts": (lambda: RmsNormOfOtherParts(8), "other parameters or buffers"),
     "buffers": (buffered, "other parameters or buffers"),
     "complex": (complex_weights, "other parameters or buffers"),

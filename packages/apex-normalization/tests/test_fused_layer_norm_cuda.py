@@ -80,6 +80,30 @@ def test_rms_norm(dtypes, efficient, device):
         assert torch.equal(legacy.rms_forward_affine(x, (33,), gamma, EPS)[0], expected)
 
 
+@pytest.mark.parametrize("efficient", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_float64_beside_another_dtype(dtypes, efficient, device):
+    x = torch.randn(5, 33, device=device, dtype=dtypes[0])
+    gamma, beta = (torch.rand(33, device=device, dtype=dtypes[1]) + 0.5 for _ in range(2))
+    dout = torch.randn(5, 33, device=device, dtype=dtypes[1])
+    y, mean, invvar = legacy.forward_affine_mixed_dtypes(x, (33,), gamma, beta, EPS)
+    z, scale = legacy.rms_forward_affine_mixed_dtypes(x, (33,), gamma, EPS)
+    assert [t.dtype for t in (mean, invvar, scale)] == [dtypes[0]] * 3
+    saved, mean = (y, None) if efficient else (x, mean)
+    layer = legacy.backward_affine(dout, mean, invvar, saved, (33,), gamma, beta, EPS, efficient)
+    saved = z if efficient else x
+    rms = legacy.rms_backward_affine(dout, scale, saved, (33,), gamma, EPS, efficient)
+    inputs = [t.clone().requires_grad_() for t in (x, gamma, beta)]
+    for function, actual in (
+        (mixed_dtype_fused_layer_norm_affine, layer),
+        (mixed_dtype_fused_rms_norm_affine, rms),
+    ):
+        tensors = inputs[: len(actual)]
+        expected = torch.autograd.grad(function(*tensors, 33, EPS, efficient), tensors, dout)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a.to(e.dtype), e, rtol=1e-5, atol=1e-5)
+
+
 def test_not_affine_equals_weights_of_one(device):
     x, dout = torch.randn(2, 5, 33, device=device)
     one, zero = torch.ones(33, device=device), torch.zeros(33, device=device)

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pickle
 
+import numpy
 import pytest
 import torch
 
@@ -140,6 +141,20 @@ def test_bad_shapes_are_refused(kind, shape):
         kind(shape)
 
 
+@pytest.mark.parametrize("shape", [numpy.int64(5), [numpy.int64(5)], torch.tensor(5)], ids=repr)
+def test_shapes_of_integers(shape, device):
+    """Whatever is an index, as with torch's modules."""
+    x = torch.randn(2, 5, device=device)
+    module = FusedLayerNorm(shape, device=device)
+    assert module.normalized_shape == (5,)
+    assert torch.equal(fused_layer_norm.fused_layer_norm(x, shape, 1e-5), module(x))
+
+
+def test_shapes_of_something_else_are_refused():
+    with pytest.raises(TypeError, match="must be an int or a sequence of ints, got float"):
+        FusedLayerNorm(5.0)
+
+
 @pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf")])
 def test_bad_eps_is_refused(eps):
     with pytest.raises(ValueError, match="FusedLayerNorm: eps must be finite and not negative"):
@@ -155,6 +170,32 @@ def test_sequence_parallel_mark(kind):
         for parameter in module.parameters():
             assert parameter.sequence_parallel_enabled is enabled
     assert not kind(5).weight.sequence_parallel_enabled
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("kind", MODULES)
+def test_sequence_parallel_mark_survives(kind, enabled):
+    """Copies, deferred initialization, and parameters that are assigned; torch copies no marks."""
+    make = lambda **options: kind(5, sequence_parallel_enabled=enabled, **options)
+    assigned = make()
+    assigned.load_state_dict(kind(5).state_dict(), assign=True)
+    assigned.weight = torch.nn.Parameter(torch.ones(5))
+    for module in (
+        copy.deepcopy(make()),
+        pickle.loads(pickle.dumps(make())),
+        make(device="meta").to_empty(device="cpu"),
+        torch.nn.Sequential(make().to("meta")).to_empty(device="cpu"),
+        make().double(),
+        assigned,
+    ):
+        for parameter in module.parameters():
+            assert parameter.sequence_parallel_enabled is enabled
+
+
+def test_sequence_parallel_marks_of_others_stay():
+    module = FusedLayerNorm(5)
+    module.weight.sequence_parallel_enabled = True  # as Megatron marks torch's norms
+    assert module.double().weight.sequence_parallel_enabled
 
 
 def test_positions_are_those_of_apex():

@@ -69,6 +69,37 @@ def test_forwards(name, efficient, device):
         torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("efficient", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize("name", [n for n in SCHEMAS if "mixed" in n])
+def test_float64_beside_another_dtype(name, dtypes, efficient, device):
+    """Statistics in the input's dtype, whatever the kernel's; gradients in their tensors'."""
+    tensors, options = forward_arguments(name, device, efficient)
+    x, *weights = (t.detach() for t in tensors)
+    tensors = [t.requires_grad_() for t in (x.to(dtypes[0]), *(w.to(dtypes[1]) for w in weights))]
+    y, *statistics = getattr(torch.ops.apex, name)(*tensors, *options)
+    assert [t.dtype for t in (y, *statistics)] == [dtypes[1]] + [dtypes[0]] * len(statistics)
+    function = f"mixed_dtype_{name.removesuffix('_mixed_dtypes_fwd')}"
+    expected = getattr(module, function)(*tensors, *options)
+    dy = torch.randn_like(y)
+    actual = torch.autograd.grad(y, tensors, dy)
+    for a, e in zip(actual, torch.autograd.grad(expected, tensors, dy), strict=True):
+        assert a.dtype == e.dtype
+        # Either the statistics or the output, which stands for the input, are rounded to float32.
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad_enabled", [False, True])
+def test_forward_mode_is_refused(grad_enabled):
+    norm = lambda x: torch.ops.apex.fused_layer_norm_fwd(x, [C], EPS)[0]
+    x = torch.randn(4, C)
+    with (
+        torch.set_grad_enabled(grad_enabled),
+        pytest.raises(NotImplementedError, match=r"apex::fused_layer_norm_fwd: .* forward-mode"),
+    ):
+        torch.func.jvp(norm, (x,), (x,))
+
+
 @pytest.mark.parametrize("name", ["fused_layer_norm_affine_fwd", "fused_rms_norm_fwd"])
 def test_opcheck(name, device):
     tensors, options = forward_arguments(name, device, False)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import func
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from apex.normalization import (
@@ -86,6 +87,32 @@ def test_transforms(name, transform, device):
     # The mixed forms' input is rounded to float32, and so is its gradient.
     tolerance = 1e-5 if "mixed" in name else 1e-10
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_forward_mode_without_gradients(name, device):
+    """Where the kernels, which have no formula for it, would give tangents of zero in silence."""
+    x, weight, bias = torch.randn(3, C, device=device, dtype=torch.float64)
+    tolerance = 1e-5 if "mixed" in name else 1e-10
+    for mode, transform in (
+        (torch.no_grad, TRANSFORMS["jvp"]),
+        (torch.no_grad, lambda f, x, w, b: func.jacfwd(f)(x, w, b)),
+        (torch.inference_mode, TRANSFORMS["jvp"]),  # in torch 2.10 zeros, of whatever function
+    ):
+        with mode():
+            ours, theirs = (transform(f, x, weight, bias) for f in PAIRS[name])
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("grad_enabled", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_dual_level(name, grad_enabled, device):
+    x, weight, bias = torch.randn(3, C, device=device, dtype=torch.float64)
+    with torch.set_grad_enabled(grad_enabled), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x[None], x[None].cos())
+        tangents = [forward_ad.unpack_dual(f(dual, weight, bias)).tangent for f in PAIRS[name]]
+    tolerance = 1e-5 if "mixed" in name else 1e-10
+    torch.testing.assert_close(*tangents, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", PAIRS)

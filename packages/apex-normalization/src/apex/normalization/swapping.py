@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass, field
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,16 @@ from .fused_layer_norm.dtypes import FLOATING, statistics_dtype
 _LOOKS_LIKE_A_NORM = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 # Attributes under which RMS norms keep their eps: Llama's and T5's, Gemma's and others', Flax's.
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+# Methods that a class may have of its own: the fused modules' do the same, or nothing of note. The
+# forwards are looked at by themselves; Python 3.14 keeps annotations in the last.
+_REPLACED = {
+    "__init__",
+    "__repr__",
+    "extra_repr",
+    "reset_parameters",
+    "forward",
+    "__annotate_func__",
+}
 
 
 class _NotSwapped(Exception):
@@ -57,7 +69,8 @@ def from_torch(model: nn.Module, *, memory_efficient: bool = False, mixed: bool 
     numbers (Gemma's, which multiplies by ``1 + weight``, does not). Parameters stay the same
     objects: optimizers, ties between modules and ``requires_grad`` are untouched.
 
-    Not replaced are modules with a ``forward`` of their own, with hooks, or with parametrizations.
+    Not replaced are modules with a ``forward`` of their own, or one that takes more than its input,
+    with methods that would be lost, with hooks, or with parametrizations.
 
     Args:
         model: any module; the root may be a norm itself, see :attr:`Swaps.model`.
@@ -114,6 +127,7 @@ def _looks_like_a_norm(module: nn.Module) -> bool:
 def _fused(module: nn.Module, memory_efficient: bool, mixed: bool) -> nn.Module:
     """Return a fused module with the parameters and the mode of ``module``."""
     _check_hooks(module)
+    _check_instance(module)
     if isinstance(module, nn.LayerNorm):
         _check_torch(module, nn.LayerNorm, {"weight", "bias"})
         kind, eps, shape = FusedLayerNorm, module.eps, module.normalized_shape
@@ -146,11 +160,35 @@ def _check_hooks(module: nn.Module) -> None:
         raise _NotSwapped("has hooks, which would be lost")
 
 
+def _check_instance(module: nn.Module) -> None:
+    """Refuse what was put on the instance and runs in place of its class's, such as a forward."""
+    own = sorted(k for k, v in vars(module).items() if callable(v) and hasattr(nn.Module, k))
+    if own:
+        raise _NotSwapped(f"has its own {', '.join(own)}, set on the module, which would be lost")
+
+
+def _check_methods(module: nn.Module, base: type[nn.Module]) -> None:
+    """Refuse methods that callers may rely on: public ones, and others than those of ``base``."""
+    kinds = (FunctionType, classmethod, staticmethod, property)
+    lost = {
+        name
+        for cls in type(module).__mro__
+        if cls not in base.__mro__
+        for name, value in vars(cls).items()
+        if isinstance(value, kinds) and name not in _REPLACED
+        # A private one beside torch's serves the class's own forward.
+        if not name.startswith("_") or hasattr(base, name)
+    }
+    if lost:
+        raise _NotSwapped(f"has methods of its own, which would be lost: {', '.join(sorted(lost))}")
+
+
 def _check_torch(module: nn.Module, base: type[nn.Module], names: set[str]) -> None:
     if type(module).forward is not base.forward:
         raise _NotSwapped(f"has a forward of its own, not that of torch.nn.{base.__name__}")
     if set(module._parameters) != names or module._modules or module._buffers:
         raise _NotSwapped(f"has other parameters or modules than torch.nn.{base.__name__}")
+    _check_methods(module, base)
     if any(p is not None and p.dtype not in FLOATING for p in module.parameters()):
         raise _NotSwapped("has parameters in a dtype that kernels do not take")
 
@@ -165,6 +203,10 @@ def _eps_of_torch(module: nn.RMSNorm) -> float:
 
 def _check_rms_norm(module: nn.Module) -> float:
     """Return the eps of a module that is an RMS norm by its parts and by what it computes."""
+    arguments = list(inspect.signature(module.forward).parameters)
+    if len(arguments) != 1:
+        raise _NotSwapped(f"has a forward of other arguments than its input: {arguments}")
+    _check_methods(module, nn.Module)
     weight = getattr(module, "weight", None)
     names = [name for name, p in module._parameters.items() if p is not None]
     buffers = list(module.buffers())

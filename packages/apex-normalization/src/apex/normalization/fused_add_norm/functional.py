@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..fused_layer_norm.apply import exports_to_onnx, is_dtensor
+from ..fused_layer_norm.apply import is_dtensor, needs_plain
 from .functions import FusedAddLayerNormFunction, FusedAddRMSNormFunction
 
 
@@ -84,7 +84,7 @@ def _run(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any)
     """Return y and the sum: fused, shard by shard, or by plain PyTorch; see :func:`.apply.run`."""
     if type(x) is not Tensor and is_dtensor(x):
         return _run_on_shards(function, x, residual, *arguments)
-    if exports_to_onnx():
+    if needs_plain():
         return function.plain(x, residual, *arguments)
     if not torch.is_grad_enabled():
         return function.forward(None, x, residual, *arguments)

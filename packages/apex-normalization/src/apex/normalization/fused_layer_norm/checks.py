@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ from .dtypes import FLOATING
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return ``normalized_shape`` as a tuple; an int is one dimension.
+    """Return ``normalized_shape`` as a tuple; an int, be it numpy's or symbolic, is one dimension.
 
     Raises:
+        TypeError: it is neither an int nor a sequence.
         ValueError: it is empty or has a size below 1.
     """
-    if isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
+    if not isinstance(normalized_shape, tuple):  # which modules keep
+        normalized_shape = _sizes(normalized_shape)
     shape = tuple(normalized_shape)
     if not shape or min(shape) < 1:
         raise ValueError(
@@ -27,6 +29,22 @@ def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
             f"got {list(shape)}."
         )
     return shape
+
+
+def _sizes(normalized_shape: Any) -> tuple[int, ...]:
+    if isinstance(normalized_shape, (int, torch.SymInt)):
+        return (normalized_shape,)
+    try:
+        return tuple(normalized_shape)
+    except TypeError:
+        pass
+    try:
+        return (operator.index(normalized_shape),)
+    except TypeError:
+        raise TypeError(
+            f"normalized_shape must be an int or a sequence of ints, got "
+            f"{type(normalized_shape).__name__}."
+        ) from None
 
 
 def check_eps(name: str, eps: float) -> None:

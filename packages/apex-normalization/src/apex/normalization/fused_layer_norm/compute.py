@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import as_shape, check_operands
-from .dtypes import cast, kernel_dtypes, operand
+from .dtypes import cast, kernel_dtypes, operand, statistics_dtype
 from .ops import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
 
 Shape = int | Sequence[int]
@@ -107,6 +107,26 @@ def rms_norm_gradients(
     )
     dx = cast(dx, dx_dtype)
     return dx, _like(dweight, weight, dy.dtype) if weight_grads else None
+
+
+def in_input_dtype(x: Tensor, y: Tensor, *statistics: Tensor) -> tuple[Tensor, ...]:
+    """Return y, and mean and rstd in the statistics' dtype of ``x``, as Apex's kernels return them.
+
+    Those of a float64 kernel, which a float64 weight asks for, are wider.
+    """
+    return y, *(cast(s, statistics_dtype(x.dtype)) for s in statistics)
+
+
+def as_statistics(
+    dx_dtype: torch.dtype, dy_dtype: torch.dtype, from_output: bool, *statistics: Tensor | None
+) -> list[Tensor | None]:
+    """Return mean and rstd in the dtype that the kernel of a gradient takes.
+
+    For callers that know the saved tensor alone, or went through :func:`in_input_dtype`; the
+    autograd functions keep what the forward's kernel returned, which fits.
+    """
+    x_dtype, _ = kernel_dtypes(dx_dtype, dy_dtype, from_output)
+    return [cast(s, statistics_dtype(x_dtype)) for s in statistics]
 
 
 def _like(sums: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,11 +6,13 @@ has a fake kernel and, if it is a forward, a gradient, which cannot be different
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import compute
 from .checks import check_recoverable
@@ -23,7 +25,31 @@ _END = "int[] normalized_shape, float eps, bool memory_efficient=False"
 
 def _forward(name: str, parameters: str, returns: str):
     """Define ``apex::name`` from the decorated function, which serves real and fake tensors."""
-    return _define(f"{name}(Tensor input, {parameters}{_END}) -> {returns}")
+    define = _define(f"{name}(Tensor input, {parameters}{_END}) -> {returns}")
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def forward(*arguments: Any, **options: Any) -> Any:
+            _refuse_forward_mode(name)
+            return function(*arguments, **options)
+
+        return define(forward)
+
+    return decorate
+
+
+def _refuse_forward_mode(name: str) -> None:
+    """Raise where tangents may be wanted: torch gives operators without a formula zeros, silently.
+
+    An operator cannot see whether its input has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    raise NotImplementedError(
+        f"apex::{name}: operators have no forward-mode derivative, but this call is within "
+        "torch.func.jvp, jacfwd, hessian or dual_level. Call the function of this name in "
+        "apex.normalization.fused_layer_norm, which has."
+    )
 
 
 def _backward(name: str, statistics: str, parameters: str, returns: str):
@@ -48,6 +74,10 @@ def _define(schema: str) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+def _statistics(dy: Tensor, saved: Tensor, from_output: bool, *statistics: Tensor | None):
+    return compute.as_statistics(saved.dtype, dy.dtype, from_output, *statistics)
+
+
 @_backward(
     "fused_layer_norm_affine_bwd", "Tensor? mean, Tensor invvar", _LAYER, "(Tensor, Tensor, Tensor)"
 )
@@ -56,6 +86,7 @@ def fused_layer_norm_affine_bwd(
     memory_efficient=False,
 ):  # fmt: skip
     """Return dx in the saved tensor's dtype, and dweight and dbias in ``grad_output``'s."""
+    mean, invvar = _statistics(grad_output, input_or_output, memory_efficient, mean, invvar)
     return compute.layer_norm_gradients(
         grad_output, input_or_output, weight, bias, mean, invvar, normalized_shape, eps,
         input_or_output.dtype, memory_efficient, True,
@@ -67,6 +98,7 @@ def fused_layer_norm_bwd(
     grad_output, mean, invvar, input_or_output, normalized_shape, eps, memory_efficient=False
 ):
     """Return dx."""
+    mean, invvar = _statistics(grad_output, input_or_output, memory_efficient, mean, invvar)
     return compute.layer_norm_gradients(
         grad_output, input_or_output, None, None, mean, invvar, normalized_shape, eps,
         input_or_output.dtype, memory_efficient, False,
@@ -78,6 +110,7 @@ def fused_rms_norm_affine_bwd(
     grad_output, invvar, input_or_output, normalized_shape, weight, eps, memory_efficient=False
 ):
     """Return dx in the saved tensor's dtype, and dweight in ``grad_output``'s."""
+    (invvar,) = _statistics(grad_output, input_or_output, memory_efficient, invvar)
     return compute.rms_norm_gradients(
         grad_output, input_or_output, weight, invvar, normalized_shape, eps, input_or_output.dtype,
         memory_efficient, True,
@@ -89,6 +122,7 @@ def fused_rms_norm_bwd(
     grad_output, invvar, input_or_output, normalized_shape, eps, memory_efficient=False
 ):
     """Return dx."""
+    (invvar,) = _statistics(grad_output, input_or_output, memory_efficient, invvar)
     return compute.rms_norm_gradients(
         grad_output, input_or_output, None, invvar, normalized_shape, eps, input_or_output.dtype,
         memory_efficient, False,
@@ -98,7 +132,9 @@ def fused_rms_norm_bwd(
 def _layer_forward(name: str, mixed: bool) -> Any:
     def forward(input, weight, bias, normalized_shape, eps, memory_efficient=False):
         """Return output, mean and invvar, which is ``1 / sqrt(var + eps)``."""
-        return compute.layer_norm(name, input, weight, bias, normalized_shape, eps, mixed)
+        return compute.in_input_dtype(
+            input, *compute.layer_norm(name, input, weight, bias, normalized_shape, eps, mixed)
+        )
 
     return _forward(f"{name}_fwd", _LAYER, "(Tensor, Tensor, Tensor)")(forward)
 
@@ -106,7 +142,9 @@ def _layer_forward(name: str, mixed: bool) -> Any:
 def _rms_forward(name: str, mixed: bool) -> Any:
     def forward(input, weight, normalized_shape, eps, memory_efficient=False):
         """Return output and invvar, which is ``1 / sqrt(mean(input ** 2) + eps)``."""
-        return compute.rms_norm(name, input, weight, normalized_shape, eps, mixed)
+        return compute.in_input_dtype(
+            input, *compute.rms_norm(name, input, weight, normalized_shape, eps, mixed)
+        )
 
     return _forward(f"{name}_fwd", _RMS, "(Tensor, Tensor)")(forward)
 

@@ -40,8 +40,21 @@ struct LayerNormForward {
         values);
     T shift = sums[0] / n, mu = pivot + shift;
     T variance = sums[1] / n - shift * shift;
-    if (shift * shift > variance) {  // the pivot was far off: the difference lost digits
-      variance = row.sum([=](T x) { return (x - mu) * (x - mu); }, values) / n;
+    if (shift * shift > variance) {
+      // The pivot was far off: x - pivot lost digits, so that mu is off by some ulp of the pivot,
+      // and the difference above cancels. mean(x) = mu + mean(x - mu) for any mu, and for this one
+      // what is added is small. Outliers have sums of their own: equal small terms that are added
+      // to a large one are all rounded in the same direction.
+      T limit = shift * shift / T(4);
+      auto split = [=](T term, T square) {
+        bool is_large = square > limit;
+        return Array<T, 2>{{is_large ? T(0) : term, is_large ? term : T(0)}};
+      };
+      sums = row.template sums<2>([=](T x) { return split(x - mu, (x - mu) * (x - mu)); }, values);
+      mu += (sums[0] + sums[1]) / n;
+      auto squares = [=](T x) { return split((x - mu) * (x - mu), (x - mu) * (x - mu)); };
+      sums = row.template sums<2>(squares, values);
+      variance = (sums[0] + sums[1]) / n;
     }
     T r = T(1) / std::sqrt(variance + eps);
     row.each(

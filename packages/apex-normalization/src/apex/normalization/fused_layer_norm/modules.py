@@ -48,9 +48,39 @@ class _Norm(nn.Module):
         parameter = None
         if exists:
             parameter = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
-            # Megatron sums gradients of parameters with this mark over the tensor-parallel group.
-            parameter.sequence_parallel_enabled = self.sequence_parallel_enabled
         self.register_parameter(name, parameter)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)  # also of `norm.weight = ...`
+        self._mark_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of copies, whose parameters are new
+        self._mark_parameters()
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)  # to_empty() makes new parameters, and so may to()
+        self._mark_parameters()
+        return self
+
+    def _mark_parameters(self) -> None:
+        """Mark parameters that have no mark; torch copies no attributes of parameters.
+
+        Megatron sums gradients of those that are marked over the tensor-parallel group.
+        """
+        enabled = getattr(self, "sequence_parallel_enabled", False)  # not in pickles of Apex's
+        for parameter in self._parameters.values():
+            if parameter is not None and not hasattr(parameter, "sequence_parallel_enabled"):
+                parameter.sequence_parallel_enabled = enabled
+
+    def __prepare_scriptable__(self):
+        """What torch.jit.script asks first: there is no other place for a word on it."""
+        name = type(self).__name__
+        raise NotImplementedError(
+            f"{name}: torch.jit.script cannot compile this module, got an instance of {name}. Use "
+            "torch.compile, torch.export or torch.jit.trace, or script a model with torch.nn's "
+            "norms, which take the same state_dict."
+        )
 
     def extra_repr(self) -> str:
         return (
