@@ -187,6 +187,16 @@ def test_texts_of_errors(device):
     ):
         with pytest.raises(RuntimeError, match=message):
             amp_C.multi_tensor_scale(65536, flag, lists, 1.0)
+    number, step = torch.ones(1, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    for own_flag, lr, own_step in (
+        (flag[:0], number, step),
+        (flag, number[:0], step),
+        (flag, number, step[:0]),
+    ):
+        with pytest.raises(RuntimeError, match=r"must be one .* number on the device"):
+            amp_C.multi_tensor_adam_capturable(
+                65536, own_flag, [xs] * 4, lr, 0.9, 0.99, 1e-8, own_step, 1, 1, 0.0, number
+            )
     with pytest.raises(RuntimeError, match="mode must be 0"):
         amp_C.multi_tensor_adam(1, flag, [xs] * 4, 0.1, 0.9, 0.99, 1e-8, 1, 2, 1, 0.0)
 

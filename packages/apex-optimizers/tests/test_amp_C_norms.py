@@ -71,3 +71,37 @@ def test_empty_lists(device):
         assert norms.shape == (0,)
     with pytest.raises(RuntimeError, match=r"tensor_lists\.size\(\) != depth"):
         amp_C.multi_tensor_l2norm_scale(65536, flag_of(device), [[one]], 1.0)
+
+
+def test_a_flag_that_is_no_number_changes_nothing(device):
+    xs = make(device, torch.float32)
+    one, flags = torch.ones(1, device=device), [flag_of(device).expand(2), flag_of(device)[:0]]
+    for name, lists, args in [
+        ("multi_tensor_l2norm", [xs], ()),
+        ("multi_tensor_l2norm_scale", [xs, [torch.zeros_like(x) for x in xs]], (2.0,)),
+        ("multi_tensor_unscale_l2norm", [xs], (one,)),
+    ]:
+        for flag in (torch.zeros_like(one, dtype=torch.int64), *flags):
+            with pytest.raises(RuntimeError, match="flag must be one int32 number on the device"):
+                getattr(amp_C, name)(65536, flag, lists, *args)
+        assert all(t.count_nonzero() == 0 for outputs in lists[1:] for t in outputs)
+    flag, xs[3][7] = flag_of(device), float("inf")
+    with pytest.raises(RuntimeError):
+        amp_C.multi_tensor_unscale_l2norm(65536, flag, [xs], torch.ones(2, device=device))
+    assert flag.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "is_flagged"),
+    [(torch.float32, 3e38, False), (torch.float64, 1e150, False), (torch.float64, 1e200, True)],
+    ids=str,
+)
+def test_finite_elements_whose_squares_overflow(dtype, value, is_flagged, device):
+    xs = [torch.full((4,), value, dtype=dtype, device=device)]
+    for name, lists, args in [
+        ("multi_tensor_l2norm", [xs], ()),
+        ("multi_tensor_l2norm_scale", [xs, [torch.empty_like(xs[0])]], (1.0,)),
+    ]:
+        flag = flag_of(device)
+        getattr(amp_C, name)(65536, flag, lists, *args)
+        assert flag.item() == is_flagged

@@ -64,6 +64,60 @@ def test_continues_bit_for_bit(kind, way, device):
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "peak", "tiny"),
+    [(FP8, 447.9, 2.0**-9), (torch.float16, 32767.9, 2.0**-24)],
+    ids=["fp8", "fp16"],
+)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
+def test_a_peak_that_is_rounded_up_to_the_limit_keeps_its_scale(dtype, peak, tiny, scale, device):
+    """Twice the scale would cost the smallest numbers their last bit."""
+    param = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = FusedAdam([param], exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    optimizer.initialize_state(param)
+    moment = torch.tensor([peak, tiny], device=device) * scale
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.set_scaled_state(param, key, moment)
+    resumed = FusedAdam([param], exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    resumed.load_state_dict(optimizer.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        kept = resumed.get_unscaled_state(param, key)
+        assert torch.equal(kept, optimizer.get_unscaled_state(param, key))
+        assert kept[1].item() == tiny * scale
+    assert torch.equal(
+        resumed.state[param]["moment_scales"], optimizer.state[param]["moment_scales"]
+    )
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@every_kind
+def test_default_dtype_of_torch_changes_nothing(kind, default_dtype, device):
+    params, results = [], []
+    for dtype in (torch.float32, default_dtype):
+        torch.set_default_dtype(dtype)
+        param = torch.nn.Parameter(torch.full((4,), 2.0, dtype=torch.bfloat16, device=device))
+        optimizer = FusedAdam([param], lr=0.1, **kind)
+        optimizer.initialize_state(param)
+        assert optimizer.state[param]["step"].dtype == torch.float32
+        optimizer.set_scaled_state(param, "exp_avg", torch.full_like(param, 0.5))
+        take_steps(optimizer, [[torch.full_like(param, 0.1)]] * 3)
+        optimizer.load_state_dict(save_and_load(optimizer.state_dict()))
+        take_steps(optimizer, [[torch.full_like(param, 0.1)]])
+        params.append(param)
+        results.append(optimizer.state_dict()["state"][0])
+    assert torch.equal(*params)
+    for key, value in results[0].items():
+        assert value.dtype == results[1][key].dtype
+        assert torch.equal(value, results[1][key])
+
+
 @every_kind
 def test_checkpoints_are_float32_and_load_into_torch(kind, device):
     values, grads = make(device, steps=2)

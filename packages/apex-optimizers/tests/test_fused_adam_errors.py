@@ -64,9 +64,18 @@ def test_bad_parameters_and_arguments():
     for name in ("grads", "output_params", "scale", "grad_norms", "grad_scaler"):
         with pytest.raises(RuntimeError, match=name):
             optimizer.step(**{name: [1]})
-    with pytest.raises(TypeError, match="unexpected"):
-        optimizer.step(nothing=None)
+    with pytest.raises(RuntimeError, match="scale was an argument"):
+        optimizer.step(None, None, None, 2.0)
+    for positional, named in (
+        ((), {"nothing": None}),
+        ((None,) * 7, {}),
+        ((None, None), {"grads": None}),
+    ):
+        with pytest.raises(TypeError, match="expected at most closure, grads"):
+            optimizer.step(*positional, **named)
     assert optimizer.step(grads=None) is None
+    assert optimizer.step(lambda: 3, None, None, None, None, None) == 3
+    assert optimizer.step(None, None, None, grad_norms=None) is None
 
 
 def test_a_strided_parameter_is_refused(device):

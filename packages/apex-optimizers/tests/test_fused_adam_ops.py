@@ -62,5 +62,26 @@ def test_op_names_the_mismatched_tensor(device):
         adam_step(p, g, m[:1], v, *hyper)
     with pytest.raises(RuntimeError, match="exp_avgs must be float32"):
         adam_step(p, g, [t.double() for t in m], [t.double() for t in v], *hyper)
+    with pytest.raises(RuntimeError, match="exp_avg_sqs are float64"):
+        adam_step(p, g, m, [t.double() for t in v], *hyper)
     meta = [t.to("meta") for t in p]
     assert adam_step(meta, meta, meta, meta, *hyper) is None  # shapes only: nothing to do
+
+
+@pytest.mark.parametrize("bad", ["empty", "two", "dtype"])
+@pytest.mark.parametrize("name", ["lr", "step", "inv_scale", "found_inf"])
+def test_capturable_op_checks_its_numbers_before_it_writes(name, bad, device):
+    own = lists(device)
+    before = copy.deepcopy(own)
+    numbers = {
+        "lr": torch.ones(1, device=device),
+        "step": torch.ones(1, dtype=torch.int32, device=device),
+        "inv_scale": torch.ones(1, device=device),
+        "found_inf": torch.zeros(1, device=device),
+    }
+    good = numbers[name]
+    numbers[name] = {"empty": good[:0], "two": good.expand(2), "dtype": good.double()}[bad]
+    with pytest.raises(RuntimeError, match=f"adam_step_capturable: {name} must be one"):
+        adam_step_capturable(*own, *numbers.values(), 0.9, 0.99, 1e-8, 0.01, True, True)
+    for now, then in zip(own, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))

@@ -1,4 +1,4 @@
-"""FSDP2's sharded parameters on two gloo processes, against one process with whole parameters."""
+"""FSDP2's sharded parameters on gloo processes, against one process with whole parameters."""
 
 import copy
 
@@ -13,6 +13,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from apex.optimizers import (
     FusedAdagrad,
@@ -50,10 +55,10 @@ CASES = {
 }
 
 
-def make_model(dtype):
+def make_model(dtype, rows=(7, 1)):
     torch.manual_seed(0)
     # 7 rows: shards of different sizes; 1 row: a shard without elements.
-    layers = [torch.nn.Linear(5, 7), torch.nn.Linear(7, 1)]
+    layers = [torch.nn.Linear(5, rows[0]), torch.nn.Linear(*rows)]
     return torch.nn.Sequential(*layers).to(dtype)
 
 
@@ -106,6 +111,35 @@ def check_steps(rank, world_size, case, dtype):
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_updated_as_the_whole_is(two_ranks, case, dtype):
     two_ranks(check_steps, case=case, dtype=dtype)
+
+
+def check_mesh_of_two_dimensions(rank, world_size, case):
+    """FSDP2 over tensor parallelism, whose first placement is none of the usual classes."""
+    cls, options = CASES[case]
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("data", "tensor"))
+    # Tensor parallelism needs shards of one size.
+    whole, sharded = make_model(torch.float32, (8, 4)), make_model(torch.float32, (8, 4))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(sharded, mesh["tensor"], plan)
+    fully_shard(sharded, mesh=mesh["data"])
+    optimizers = [cls(m.parameters(), lr=0.1, **options) for m in (whole, sharded)]
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        for model, optimizer in zip((whole, sharded), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert q.device_mesh.ndim == 2
+        # Gradients themselves are added up in another order.
+        torch.testing.assert_close(q.full_tensor(), p.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", ["adam", "lamb", "lamb_mixed", "lars", "novograd", "novograd_max", "sgd"]
+)
+def test_mesh_of_two_dimensions(four_ranks, case):
+    four_ranks(check_mesh_of_two_dimensions, case=case)
 
 
 def check_training(rank, world_size):
@@ -179,3 +213,23 @@ def check_refusals(rank, world_size):
 
 def test_gradients_placed_otherwise_are_refused(two_ranks):
     two_ranks(check_refusals)
+
+
+def check_whole_states(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name in ("adagrad", "adam", "lamb", "lars", "novograd", "sgd"):
+        cls, options = CASES[name]
+        whole = torch.nn.Parameter(torch.ones(4))
+        whole.grad = torch.ones(4)
+        optimizer = cls([whole], lr=0.5, **options)
+        optimizer.step()
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        sharded = cls([param], lr=0.1, **options)
+        with pytest.raises(ValueError, match="is a plain tensor, but its parameter is a DTensor"):
+            sharded.load_state_dict(optimizer.state_dict())
+        assert not sharded.state
+        assert sharded.param_groups[0]["lr"] == 0.1
+
+
+def test_whole_states_of_shards_are_refused(two_ranks):
+    two_ranks(check_whole_states)

@@ -212,3 +212,23 @@ def test_distributed_checkpoint_state_dicts(make, device):
         optimizer.step()
         resumed.step()
     assert_same(first.parameters(), second.parameters())
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+@all_optimizers
+def test_a_tensor_as_lr_is_checked_where_that_waits_for_nothing(make, value):
+    (param,) = make_params("cpu")[:1]
+    with pytest.raises(ValueError, match=f"lr must be >= 0, got {value}"):
+        make([param], lr=torch.tensor(value))
+    optimizer = make([param])
+    group = {"params": make_params("cpu")[1:], "lr": torch.tensor(value)}
+    with pytest.raises(ValueError, match=f"lr must be >= 0, got {value}"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_tensor_elsewhere_as_lr_is_not_read():
+    """A meta tensor stands for one on a GPU: to read it raises, instead of waiting."""
+    lr = torch.tensor(0.1, device="meta")
+    for cls in (FusedAdam, FusedSGD):
+        assert cls(make_params("cpu"), lr=lr).param_groups[0]["lr"] is lr

@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ._buckets import MASTER, Bucket, BucketCache, StateLayout, state_dtype
+from ._bucket_cache import BucketCache
+from ._buckets import MASTER, Bucket, StateLayout, state_dtype
 from ._checks import check_duplicates, check_params
+from ._kernels import require_kernels
+from ._overflow_buffer import HasOverflowBuffer
 from ._state import complete_groups, load_state, separate_steps
-from ._step_numbers import StepNumbers
+from ._step_numbers import Scaling, StepNumbers, advance_on_device
 
 
 def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -24,21 +27,26 @@ def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
         optimizer_class.step = torch.compiler.disable(optimizer_class.step)  # type: ignore[method-assign]
 
 
-def is_capturing(params: list[Tensor]) -> bool:
-    """Whether parameters are on a GPU whose current stream is being captured in a CUDA graph."""
-    return bool(params) and params[0].is_cuda and torch.cuda.is_current_stream_capturing()
+def is_capturing(groups: list[dict[str, Any]]) -> bool:
+    """Whether any parameters are on a GPU while the current stream is captured in a CUDA graph."""
+    return (
+        torch.cuda.is_initialized()
+        and torch.cuda.is_current_stream_capturing()
+        and any(param.is_cuda for group in groups for param in group["params"])
+    )
 
 
-_KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling", "_dummy_overflow_buf")
+_KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling")
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
     """Base of the optimizers here; a subclass checks hyper-parameters and steps one bucket.
 
     All gradients are checked, and all states made, before the first parameter changes.
     """
 
     layout: StateLayout  # of the class
+    kernels: ClassVar[str]  # the folder of its step operator
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
@@ -53,7 +61,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         keep_from_tracing(type(self))
         self._buckets = BucketCache(self.bucket_class)
-        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
         super().__init__(params, defaults)
 
     # What a subclass supplies.
@@ -97,6 +104,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         stored = torch.empty_like(param, dtype=dtype, requires_grad=False)
         self.state[param][key] = stored.copy_(value)
 
+    def conform_state(self, param: Tensor) -> None:
+        """Give moments and master the dtype, device and layout that somebody else changed."""
+        state = self.state[param]
+        for key in (*self.layout.moments, MASTER):
+            if key not in state:
+                continue
+            kept, wanted = state[key], {torch.float32, torch.int16}  # masters and remainders
+            if key != MASTER:
+                wanted = {self.moment_dtype(key, param)}
+            if kept.dtype not in wanted:
+                self.restore_moment(param, key, kept)
+            elif (kept.device, kept.stride()) != (param.device, param.stride()):
+                like = torch.empty_like(param, dtype=kept.dtype, requires_grad=False)
+                state[key] = like.copy_(kept)
+
     def needs_master(self, param: Tensor) -> bool:
         """Whether a float32 copy of a parameter is kept."""
         return self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
@@ -110,6 +132,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: a hyper-parameter of the group is out of range, or a parameter is there
                 twice.
             TypeError: a parameter is not real floating point.
+            RuntimeError: there are no kernels for the parameters, and none can be built.
         """
         self.check_group({**self.defaults, **param_group})
         before = len(self.param_groups)
@@ -118,11 +141,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             check_params(self.layout.optimizer, group["params"])
             check_duplicates(self.layout.optimizer, group["params"])
-        except (TypeError, ValueError):
+            require_kernels(self.layout.optimizer, self.kernels, group["params"])
+        except (TypeError, ValueError, RuntimeError):
             del self.param_groups[before:]
             raise
         if self.capturable and not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32)
+            device = group["params"][0].device if group["params"] else None
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
 
     def set_capturable(self, capturable: bool) -> None:
         """Take the constructor's argument, before there are parameters."""
@@ -190,25 +215,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def update_params(self) -> None:
-        """Step all buckets, and keep no gradient: those set to None afterwards are to be freed."""
+        """Step all buckets, and hold nothing afterwards: gradients set to None are to be freed."""
         try:
-            self.step_buckets(self.checked_buckets())
+            self._step_and_repair()
+        except BaseException:
+            self._buckets.take_back(self.state)
+            raise
         finally:
-            self._buckets.drop_grads()
+            self._buckets.drop()
+
+    def _step_and_repair(self) -> None:
+        buckets = self.checked_buckets()
+        try:
+            self.step_buckets(buckets)
+        except (KeyError, AttributeError, RuntimeError):
+            if any(bucket.has_run for bucket in buckets) or not self._buckets.is_outdated():
+                raise
+            # A kernel refused, before it wrote, what was changed since its bucket was made.
+            self._buckets.forget()
+            self.step_buckets(self.checked_buckets())
 
     def checked_buckets(self) -> list[Bucket]:
-        """The buckets of this step, none of which will fail for its gradients."""
+        """The buckets of this step, none of which will fail for its gradients or states."""
         self._check_capture()
-        buckets = self._buckets.collect(self)
-        if len(buckets) > 1:
-            # With a single bucket the kernel itself checks everything before it writes.
-            for bucket in buckets:
-                bucket.check()
-        return buckets
+        return self._buckets.collect(self)
 
     def _check_capture(self) -> None:
         """Raise RuntimeError where a graph would repeat this step's number in every replay."""
-        if self.capturable or self.replayable or not is_capturing(self.param_groups[0]["params"]):
+        if self.capturable or self.replayable or not is_capturing(self.param_groups):
             return
         raise RuntimeError(
             f"{self.layout.optimizer}.step: a CUDA graph is being captured, but this optimizer "
@@ -227,6 +261,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
             own = [bucket for bucket in buckets if bucket.group is group]
             if self.capturable:
-                group["step"] = own[0].step_tensor
+                advance_on_device(group, own, Scaling.of(self))
             else:
                 group["step"] = max(group.get("step", 0) + 1, *(b.step_number for b in own))

@@ -12,13 +12,19 @@ from ._gradients import describe
 
 
 def check_lr(optimizer: str, lr: Any) -> None:
-    """Raise ValueError unless ``lr`` is a number >= 0 or a tensor of one element."""
+    """Raise ValueError unless ``lr`` is >= 0, a number or a tensor of one element.
+
+    A tensor on a GPU is not read: that would wait for the device.
+    """
+    if lr is None:
+        raise ValueError(f"{optimizer}: lr must be given, to the optimizer or to every group.")
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"{optimizer}: lr must have one element, got shape {list(lr.shape)}.")
-    elif lr is None:
-        raise ValueError(f"{optimizer}: lr must be given, to the optimizer or to every group.")
-    elif not lr >= 0:
+        if not lr.is_cpu:
+            return
+        lr = lr.item()
+    if not lr >= 0:
         raise ValueError(f"{optimizer}: lr must be >= 0, got {lr}.")
 
 

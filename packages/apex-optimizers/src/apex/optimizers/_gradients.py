@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._sharding import differ_in_placement, is_sharded
+
+_SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_gradients(
@@ -16,7 +19,7 @@ def check_gradients(
     """Raise a clear error for the first gradient that a fused step cannot use.
 
     Args:
-        any_dtype: gradients may be of another dtype than their parameter.
+        any_dtype: gradients may be of another dtype than their parameter, of up to 32 bits.
 
     Raises:
         RuntimeError: a gradient is sparse, or its shape, dtype or device is not its parameter's.
@@ -32,13 +35,37 @@ def check_gradients(
                 f"{op}: parameter {index} and its gradient are not sharded alike: {_placed(param)} "
                 f"and {_placed(grad)}. Redistribute the gradient as its parameter is."
             )
-        is_typed = any_dtype or grad.dtype == param.dtype
+        is_typed = grad.dtype == param.dtype or (any_dtype and grad.dtype in _SMALL_FLOATS)
         if not is_typed or (grad.shape, grad.device) != (param.shape, param.device):
+            expected = (
+                "be float32, float16 or bfloat16 and have shape"
+                if any_dtype
+                else "have shape, dtype"
+            )
             raise RuntimeError(
                 f"{op}: parameter {index} and its gradient differ: {describe(param)} and "
-                f"{describe(grad)}. Gradients must have shape, dtype and device of their "
+                f"{describe(grad)}. Gradients must {expected} and device of their "
                 "parameter; cast them, or use apex.amp."
             )
+
+
+def check_states(
+    op: str, params: Sequence[Tensor], states: Sequence[dict[str, Any]], keys: Sequence[str]
+) -> None:
+    """Raise RuntimeError for the first state that was made for another parameter."""
+    for index, (param, state) in enumerate(zip(params, states, strict=True)):
+        for key in keys:
+            if key in state and not _has_shape(state[key], param.shape):
+                got = describe(state[key]) if isinstance(state[key], Tensor) else repr(state[key])
+                raise RuntimeError(
+                    f"{op}: state {key!r} of parameter {index} is {got}, but the parameter is "
+                    f"{describe(param)}. Give it a state of its shape, or take the old one out of "
+                    "optimizer.state: it then starts anew."
+                )
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
 
 
 def check_dense(op: str, params: Sequence[Tensor]) -> None:
@@ -77,11 +104,20 @@ def describe(tensor: Tensor) -> str:
 def match_layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """The gradients, copied where their memory is not laid out as their parameter's is.
 
-    Autograd keeps both alike; gradients that a user or another library sets may differ.
+    Autograd keeps both alike; gradients that a user or another library sets may differ. So may
+    those that come through complex numbers: in memory they can be the negative of what they are.
     """
     return [
         grad
-        if grad.stride() == param.stride()
+        if grad.stride() == param.stride() and not grad.is_neg()
         else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
         for param, grad in zip(params, grads, strict=True)
     ]
+
+
+def write_back(grad: Tensor, copy: Tensor) -> None:
+    """Give a gradient, whose elements may share memory with each other, the values of its copy."""
+    for dimension, (size, stride) in enumerate(zip(grad.shape, grad.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: these elements are one
+            grad, copy = grad.narrow(dimension, 0, 1), copy.narrow(dimension, 0, 1)
+    grad.copy_(copy)

@@ -100,7 +100,8 @@ class KeptGradients:
         survived = self._first is not None and self._first() is grads[0]
         self._kept = self._held = None
         self._first = weakref.ref(grads[0])
-        if not survived or any(map(_may_refer, grads)):
+        # Of a gradient that is in memory the negative of itself, C++ would get a copy.
+        if not survived or any(map(_may_refer, grads)) or any(map(Tensor.is_neg, grads)):
             return 0
         lists: list[list[Tensor]] = [[] for _ in range(self._ops.lists)]
         lists[self._ops.grads_index] = self._kept = list(grads)

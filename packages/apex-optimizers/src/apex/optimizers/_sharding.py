@@ -57,7 +57,8 @@ def reduce_over_shards(numbers: Tensor, like: Tensor, maximum: bool = False) -> 
 
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         for dimension, placement in enumerate(like.placements):
-            if placement.is_shard():
+            # Not is_shard(): that of FSDP2 over tensor-parallel shards says no.
+            if not placement.is_replicate():
                 dist.all_reduce(numbers, op, group=like.device_mesh.get_group(dimension))
     return numbers
 

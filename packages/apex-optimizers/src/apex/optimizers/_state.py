@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ._buckets import MASTER
 from ._gradients import describe
+from ._sharding import is_sharded
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -26,9 +28,43 @@ def separate_steps(state_dict: dict[str, Any]) -> dict[str, Any]:
             key: value.clone() if key == "step" and isinstance(value, Tensor) else value
             for key, value in entry.items()
         }
+        if isinstance(entry, dict)
+        else entry
         for index, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def load_between_hooks(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any]], None],
+    check: Callable[[dict[str, Any]], Callable[[], None]],
+) -> None:
+    """Load a state with checks after the last pre hook, and repairs before the first post hook.
+
+    Pre hooks may return another state, and post hooks may replace what was loaded; torch runs both
+    inside of its own loading, so that only hooks can come between. These calls can be nested.
+
+    Args:
+        optimizer: whose hooks these are.
+        state_dict: as it was given to ``load_state_dict``.
+        load: that of :class:`torch.optim.Optimizer`, or one that calls it.
+        check: called with what the pre hooks made of the state; may raise, and returns what is to
+            be done when torch has loaded it.
+    """
+    repairs: list[Callable[[], None]] = []
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, hooked: repairs.append(check(hooked))
+        ),
+        optimizer.register_load_state_dict_post_hook(lambda _: repairs.pop()(), prepend=True),
+    ]
+    try:
+        load(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def load_state(
@@ -39,25 +75,75 @@ def load_state(
     Raises:
         ValueError: groups, or shapes of the state, do not fit. Nothing is changed then.
     """
+
+    def check(hooked: dict[str, Any]) -> Callable[[], None]:
+        pairs = _checked_pairs(optimizer, hooked)
+        return lambda: _restore_all(optimizer, pairs)
+
+    load_between_hooks(optimizer, state_dict, load, check)
+
+
+def _checked_pairs(
+    optimizer: Any, state_dict: dict[str, Any]
+) -> list[tuple[Tensor, dict[str, Any]]]:
+    """The parameters with their saved states, none of which will fail to be restored."""
     pairs = matching_params(optimizer, state_dict)
     layout = optimizer.layout
     for param, saved in pairs:
         for key in (*layout.moments, MASTER):
-            if key in saved and saved[key].shape != param.shape:
-                raise ValueError(
-                    f"{layout.optimizer}.load_state_dict: state {key!r} has shape "
-                    f"{list(saved[key].shape)}, but its parameter is {describe(param)}. The "
-                    "checkpoint is of another model."
-                )
+            if key in saved:
+                check_saved_tensor(layout.optimizer, param, key, saved[key])
+        if "step" in saved:
+            _check_count(layout.optimizer, saved["step"])
         optimizer.check_saved(saved)
     for group in state_dict["param_groups"]:
+        if "step" in group:
+            _check_count(layout.optimizer, group["step"])
         optimizer.check_saved_group(group)
-    load(state_dict)
+    return pairs
+
+
+def _restore_all(optimizer: Any, pairs: list[tuple[Tensor, dict[str, Any]]]) -> None:
     complete_groups(optimizer.param_groups, optimizer.defaults)
     for param, saved in pairs:
         _restore(optimizer, param, saved)
     for group in optimizer.param_groups:
         _restore_group(optimizer, group)
+
+
+def check_saved_tensor(optimizer: str, param: Tensor, key: str, value: Any) -> None:
+    """Raise ValueError unless a saved state has its parameter's shape, of floats, and is sharded or
+    not as that is.
+    """
+    where = f"{optimizer}.load_state_dict: state {key!r}"
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        got = describe(value) if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{where} must be a tensor of floating point, got {got}. Save moments and masters in "
+            "full, not as remainders or as the bytes of smaller numbers."
+        )
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{where} has shape {list(value.shape)}, but its parameter is {describe(param)}. The "
+            "checkpoint is of another model."
+        )
+    if is_sharded(value) != is_sharded(param):
+        kinds = ("a plain tensor", "a DTensor")
+        raise ValueError(
+            f"{where} is {kinds[is_sharded(value)]}, but its parameter is "
+            f"{kinds[is_sharded(param)]}. Let set_optimizer_state_dict of "
+            "torch.distributed.checkpoint.state_dict load it."
+        )
+
+
+def _check_count(optimizer: str, step: Any) -> None:
+    """Raise ValueError unless ``step`` is one number; it is not read, that is, not waited for."""
+    is_one = step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, numbers.Real)
+    if not is_one:
+        got = describe(step) if isinstance(step, Tensor) else repr(step)
+        raise ValueError(
+            f"{optimizer}.load_state_dict: step must be a number, or a tensor of one, got {got}."
+        )
 
 
 def matching_params(

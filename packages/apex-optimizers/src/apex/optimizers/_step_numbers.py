@@ -82,3 +82,17 @@ def _device_lr(group: dict[str, Any], device: torch.device) -> Tensor:
     if not isinstance(lr, Tensor) or lr.dtype != own.dtype or lr.device.type != device.type:
         group["lr"] = own
     return own
+
+
+def advance_on_device(group: dict[str, Any], own: list[Bucket], scaling: Scaling) -> None:
+    """Count a step of a group, of which these buckets have just taken part.
+
+    In a tensor of the group alone, and in place: a captured graph reads it anew in every replay.
+    """
+    device, count = own[0].params[0].device, group.get("step")
+    if isinstance(count, Tensor):
+        count += scaling.counted(count.device)
+    else:
+        first = torch.tensor([count or 0], dtype=torch.int32, device=device)
+        steps = [bucket.step_tensor.to(device) for bucket in own]
+        group["step"] = torch.stack([first + scaling.counted(device), *steps]).amax(0)

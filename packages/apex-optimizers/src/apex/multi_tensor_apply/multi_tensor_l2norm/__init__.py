@@ -24,7 +24,8 @@ def multi_tensor_l2norm(
     Args:
         inputs: at least one tensor; one dtype (float64, float32, float16 or bfloat16), one device;
             any shapes, dense memory.
-        flag: int32, one element, on the same device; set to 1 where an element is inf or NaN.
+        flag: int32, one element, on the same device; set to 1 where an element is inf or NaN, or
+            where squares of float64 elements overflow (beyond 1e154).
         per_tensor: give each tensor's norm, too.
 
     Returns:
@@ -33,7 +34,8 @@ def multi_tensor_l2norm(
 
     Squares are summed in chunks of 65,536 elements, the chunks in float64 and in a fixed order:
     results do not depend on the number of threads. A chunk whose sum leaves the range of float32 is
-    summed in float64, so that no finite input gives an infinite or a zero sum of squares.
+    summed in float64, so that no finite input of up to 32 bits gives an infinite or a zero sum of
+    squares.
 
     Raises:
         RuntimeError: the list is empty, or dtypes, devices or layouts do not match.

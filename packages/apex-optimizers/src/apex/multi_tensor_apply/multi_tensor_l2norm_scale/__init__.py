@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apex.optimizers._gradients import describe
 from apex.optimizers._ops import library
 
 __all__ = ["multi_tensor_l2norm_scale", "multi_tensor_scale_squares"]
@@ -40,7 +41,8 @@ def multi_tensor_l2norm_scale(
 
     Args:
         inputs, outputs: as in :func:`apex.multi_tensor_apply.multi_tensor_scale`; at least one.
-        flag: int32, one element, on the same device; set to 1 where an input is inf or NaN.
+        flag: int32, one element, on the same device; set to 1 where an input is inf or NaN, or
+            where squares of float64 inputs overflow (beyond 1e154).
         per_tensor: give each tensor's norm, too.
 
     Returns:
@@ -48,14 +50,24 @@ def multi_tensor_l2norm_scale(
         for float64 inputs.
 
     Raises:
-        RuntimeError: the list is empty, or lists, dtypes, devices or layouts do not match; nothing
-            is written then.
+        RuntimeError: the list is empty, or lists, dtypes, devices or layouts do not match, or
+            ``flag`` is no such number; nothing is written then.
     """
     if not inputs:
         raise RuntimeError("multi_tensor_l2norm_scale: inputs must hold at least one tensor.")
+    _check_flag(flag, inputs[0])
     squares = multi_tensor_scale_squares(inputs, outputs, scale)
     dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
     total = squares.sum().reshape(1)
     flag.masked_fill_(~total.isfinite().reshape(flag.shape), 1)
     norms = squares.sqrt().to(dtype) if per_tensor else squares.new_empty(0, dtype=dtype)
     return total.sqrt().to(dtype), norms
+
+
+def _check_flag(flag: Tensor, like: Tensor) -> None:
+    """As the kernels of the other functions do, before anything is written."""
+    if (flag.numel(), flag.dtype, flag.device) != (1, torch.int32, like.device):
+        raise RuntimeError(
+            "multi_tensor_l2norm_scale: flag must be one int32 number on the device of the tensors "
+            f"({describe(like)}), got {describe(flag)}."
+        )

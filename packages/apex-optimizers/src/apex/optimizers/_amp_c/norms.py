@@ -76,11 +76,11 @@ def multi_tensor_unscale_l2norm(
     (inputs,) = checked_lists("multi_tensor_unscale_l2norm", tensor_lists, ("x",))
     if not inputs:
         return _norm_of_nothing(noop_flag)
-    norm, norms = _l2norm(inputs, noop_flag, bool(per_tensor))
     factor = inv_scale.reshape(1).abs()
+    norm, norms = _l2norm(inputs, noop_flag, bool(per_tensor))
     return norm * factor, norms * factor
 
 
 def _norm_of_nothing(noop_flag: Tensor) -> tuple[Tensor, Tensor]:
-    norm = torch.zeros(1, device=noop_flag.device)
+    norm = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
     return norm, norm.new_empty(0)

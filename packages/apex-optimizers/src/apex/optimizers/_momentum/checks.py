@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._gradients import describe
+from .._state import check_saved_tensor
 from .launches import BUFFER
 
 
@@ -35,10 +35,6 @@ def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> list[tuple[T
             buffer = state_dict["state"].get(index, {}).get(BUFFER)
             if buffer is None:
                 continue
-            if buffer.shape != param.shape:
-                raise ValueError(
-                    f"{where}: state {BUFFER!r} has shape {list(buffer.shape)}, "
-                    f"but its parameter is {describe(param)}. The checkpoint is of another model."
-                )
+            check_saved_tensor(optimizer.name, param, BUFFER, buffer)
             pairs.append((param, buffer))
     return pairs

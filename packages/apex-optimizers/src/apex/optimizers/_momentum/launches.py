@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._gradients import check_dense, check_gradients, match_layouts
+from .._buckets import refer_to
+from .._gradients import check_dense, check_gradients, check_states, match_layouts
 from .._held import HeldOps, Holder
 from .._sharding import is_sharded, local_tensors, placement_of
+from .._state_order import Entries, StateOrder
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
 
 _grad_of = operator.attrgetter("grad")
-_dtype_of = operator.attrgetter("dtype")
-_device_index = Tensor.get_device  # faster than its attribute `device`, and tells as much here
 _buffer_of = operator.itemgetter(BUFFER)
 
 
@@ -37,12 +38,14 @@ class Launch:
     is_first_run: bool
     is_new: bool  # of a division made in this step
     holder: Holder | None = None  # of the division's lists, where the optimizer has such operators
+    known: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)  # checked buffers
     whole: Tensor | None = None  # the first parameter, where the lists are shards of DTensors
 
     def check(self) -> None:
         """Raise if a parameter or gradient cannot be used, before anything is changed."""
-        check_gradients(f"{self.optimizer}.step", self.sources, self.grads)
-        check_dense(f"{self.optimizer}.step", self.params)
+        where = f"{self.optimizer}.step"
+        check_gradients(where, self.sources, self.grads)
+        check_dense(where, self.params)
 
     def on_shards(self) -> Launch:
         """The same with the shards of DTensors, which is all that a kernel sees of them."""
@@ -66,8 +69,14 @@ class Launch:
         self.grads = matched
         return differed
 
+    def knows_buffers(self) -> bool:
+        """Whether these are the buffers that were conformed when the launch was new."""
+        return refer_to(self.known, self.buffers)
+
     def conform_buffers(self, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
         """Make buffers that are missing, or whose dtype, device or layout a checkpoint changed."""
+        states = [{} if buffer is None else {BUFFER: buffer} for buffer in self.buffers]
+        check_states(f"{self.optimizer}.step", self.params[: len(states)], states, [BUFFER])
         self.buffers = [
             buffer_like(param, buffer, dtype_of(param))
             for param, buffer in zip(self.params, self.buffers, strict=bool(self.buffers))
@@ -75,6 +84,7 @@ class Launch:
 
     def keep_buffers(self, state: dict[Tensor, Any]) -> None:
         """Make the buffers part of the state."""
+        self.known[:] = map(weakref.ref, self.buffers)
         for param, buffer in zip(self.params, self.buffers, strict=bool(self.buffers)):
             state[param][BUFFER] = buffer
 
@@ -82,24 +92,25 @@ class Launch:
 class GroupLaunches:
     """Divides a parameter group by device, dtypes and presence of a momentum buffer.
 
-    The division holds until parameters, their dtype or device, or the pattern of missing gradients
-    and buffers change. Gradients and buffers themselves are read anew in every step. Of one launch
-    alone the operator itself refuses parameters that changed, before it writes.
+    The division holds until parameters, their memory, or the pattern of missing gradients and
+    buffers change. Gradients and buffers themselves are read anew in every step. Of one launch
+    alone the operator itself refuses parameters and buffers that changed, before it writes.
     """
 
     def __init__(self, optimizer: str, held_ops: HeldOps | None) -> None:
         self._optimizer = optimizer
         self._held_ops = held_ops
-        self._entries: list[dict | None] = []  # of the state, one per parameter
+        self._entries: Entries | None = None  # of the parameters
         self._lists: tuple[Sequence[Tensor | None], ...] = ()  # params and, with twins, theirs
         self._presence: tuple[Any, ...] = ()  # of momentum, gradients and buffers
-        self._traits: tuple[list, list] = ([], [])
+        self._addresses: list[int] = []  # of parameters' memory
         self._divisions: list[_Division] = []
 
     def collect(
         self,
         group: dict[str, Any],
-        state: dict[Tensor, Any],
+        order: StateOrder,
+        values: list[Any],
         twins: dict[int, Tensor],
         use_model_grads: bool,
         is_same_state: bool,
@@ -109,21 +120,21 @@ class GroupLaunches:
 
         Args:
             group: a parameter group.
-            state: the optimizer's.
+            order, values: of the optimizer's state; see :meth:`Entries.of`.
             twins: the model's 16-bit parameter, by ``id`` of its float32 master.
             use_model_grads: take the gradients of those, not of the masters.
-            is_same_state: the state consists of the same dicts as in the last step.
+            is_same_state: the state has the same order as in the last step.
             is_only_group: the optimizer has no other.
         """
         params = group["params"]
         lists = _with_twins(params, twins, use_model_grads)
         is_same = len(self._lists) == len(lists) and all(map(_is_same, lists, self._lists))
-        if not is_same or not is_same_state:
-            self._entries = [state.get(p) for p in params]
+        if self._entries is None or not (is_same and is_same_state):
+            self._entries = order.entries(params)
         _, sources, copies = lists if twins else (params, params, [None] * len(params))
         grads = list(map(_grad_of, sources))
         has_momentum = group["momentum"] != 0
-        buffers = _buffers(self._entries) if has_momentum else [None] * len(params)
+        buffers = _buffers(self._entries.of(values)) if has_momentum else [None] * len(params)
         presence = (
             has_momentum,
             list(map(operator.is_, grads, itertools.repeat(None))),
@@ -131,7 +142,7 @@ class GroupLaunches:
         )
         is_new = not is_same or presence != self._presence
         if not is_new and not (is_only_group and len(self._divisions) == 1):
-            is_new = self._traits != _traits(params)
+            is_new = self._addresses != list(map(Tensor.data_ptr, params))
         if is_new:
             self._divide((params, sources, copies), presence)
             self._lists = tuple(map(list, lists))
@@ -155,7 +166,8 @@ class GroupLaunches:
             _Division(indices, key[-1], self._holder([lists[0][i] for i in indices]))
             for key, indices in chosen.items()
         ]
-        self._presence, self._traits = presence, _traits(lists[0])
+        self._presence = presence
+        self._addresses = list(map(Tensor.data_ptr, lists[0]))
 
     def _holder(self, params: list[Tensor]) -> Holder | None:
         return None if self._held_ops is None else Holder(self._held_ops, params)
@@ -168,6 +180,7 @@ class _Division:
     indices: list[int]
     is_first_run: bool
     holder: Holder | None
+    known: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)
 
 
 def _with_twins(
@@ -181,10 +194,6 @@ def _with_twins(
     if use_model_grads:
         sources = [p if c is None else c for p, c in zip(params, copies, strict=True)]
     return params, sources, copies
-
-
-def _traits(params: Sequence[Tensor]) -> tuple[list, list]:
-    return list(map(_dtype_of, params)), list(map(_device_index, params))
 
 
 def _buffers(entries: list[dict | None]) -> list[Tensor | None]:
@@ -232,4 +241,5 @@ def _launch(
         division.is_first_run,
         is_new,
         division.holder,
+        division.known,
     )

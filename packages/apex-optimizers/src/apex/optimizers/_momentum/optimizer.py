@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from .._base import keep_from_tracing
-from .._buckets import StateWatch
 from .._checks import check_duplicates, check_lr, check_not_negative, check_params
 from .._held import HeldOps
+from .._kernels import require_kernels
+from .._overflow_buffer import HasOverflowBuffer
+from .._state import load_between_hooks
+from .._state_order import StateOrder
 from .checks import check_state_dict
 from .launches import BUFFER, GroupLaunches, Launch
 
@@ -22,14 +26,14 @@ _ATTRIBUTES = (
     "set_grad_none",
     "most_recent_scale",
     "scale_set_by_backward",
-    "_dummy_overflow_buf",
 )
 
 
-class MomentumOptimizer(torch.optim.Optimizer):
+class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
     """Divides parameters into launches and keeps their buffers; a subclass runs one launch."""
 
     name: ClassVar[str]  # for messages
+    kernels: ClassVar[str]  # the folder of its step operator
     held_ops: ClassVar[HeldOps | None] = None
 
     def __init__(
@@ -47,7 +51,6 @@ class MomentumOptimizer(torch.optim.Optimizer):
         # Set by amp: gradients are this many times too large in the next step.
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
         self._forget_launches()
         super().__init__(params, defaults)
 
@@ -86,6 +89,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
             ValueError: a hyper-parameter of the group is out of range, it has no ``lr``, or a
                 parameter is there twice.
             TypeError: a parameter is not real floating point.
+            RuntimeError: there are no kernels for the parameters, and none can be built.
         """
         self.check_group({**self.defaults, **param_group})
         before = len(self.param_groups)
@@ -93,7 +97,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
         try:
             check_params(self.name, self.param_groups[-1]["params"])
             check_duplicates(self.name, self.param_groups[-1]["params"])
-        except (TypeError, ValueError):
+            require_kernels(self.name, self.kernels, self.param_groups[-1]["params"])
+        except (TypeError, ValueError, RuntimeError):
             del self.param_groups[before:]
             raise
 
@@ -115,15 +120,16 @@ class MomentumOptimizer(torch.optim.Optimizer):
 
         Returns:
             The buffers, and whether none of them existed, that is, the next step is the first.
-            :meth:`step` does not use it: it knows per parameter which step is the first.
+            :meth:`step` does not use it: it knows per parameter which step is the first, and
+            replaces buffers that are still zero then.
         """
         existing = [self.state[p].get(BUFFER) for p in params]
         for param, buffer in zip(params, existing, strict=True):
             if buffer is None:
                 dtype = self.buffer_dtype(param)
-                self.state[param][BUFFER] = torch.zeros_like(
-                    param, dtype=dtype, requires_grad=False
-                )
+                zeros = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                self.state[param][BUFFER] = zeros
+                self._unused.append((weakref.ref(param), weakref.ref(zeros)))
         buffers = [self.state[p][BUFFER] for p in params]
         return buffers, all(buffer is None for buffer in existing)
 
@@ -144,8 +150,14 @@ class MomentumOptimizer(torch.optim.Optimizer):
             ValueError: groups, or shapes of the state, do not fit; or ``differentiable`` is set.
                 Nothing is changed then.
         """
-        saved = check_state_dict(self, state_dict)
-        super().load_state_dict(state_dict)
+
+        def check(hooked: dict[str, Any]) -> Callable[[], None]:
+            saved = check_state_dict(self, hooked)
+            return lambda: self._restore_buffers(saved)
+
+        load_between_hooks(self, state_dict, super().load_state_dict, check)
+
+    def _restore_buffers(self, saved: list[tuple[Tensor, Tensor]]) -> None:
         for param, buffer in saved:
             # torch casts to the parameter's dtype, or takes the very tensors of the state dict.
             own = torch.empty_like(param, dtype=self.buffer_dtype(param), requires_grad=False)
@@ -168,6 +180,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._unused:
+            self._drop_unused()
         try:
             self._run_collected()
         except BaseException:
@@ -177,9 +191,18 @@ class MomentumOptimizer(torch.optim.Optimizer):
         self.scale_set_by_backward = False
         return loss
 
+    def _drop_unused(self) -> None:
+        """Take out buffers that nobody has written to: their parameters' first step is to come."""
+        for param, buffer in [(param(), buffer()) for param, buffer in self._unused]:
+            entry = self.state.get(param, {})
+            if buffer is not None and entry.get(BUFFER) is buffer and not buffer.any():
+                del entry[BUFFER]
+        self._unused.clear()
+
     def _forget_launches(self) -> None:
         self._launches: list[GroupLaunches] = []
-        self._seen_state = StateWatch()
+        self._order = StateOrder()
+        self._unused: list[tuple[weakref.ref, weakref.ref]] = []  # buffers of get_momentums
 
     def _run_collected(self) -> None:
         launches = self._collect()
@@ -188,15 +211,20 @@ class MomentumOptimizer(torch.optim.Optimizer):
         except RuntimeError:
             if len(launches) != 1 or launches[0].is_new:
                 raise
-            # It may have refused parameters whose dtype or device was changed, see GroupLaunches.
+            # It may have refused parameters or buffers that were changed, see GroupLaunches.
             self._forget_launches()
             self._run_all(self._collect())
 
     def _run_all(self, launches: list[Launch]) -> None:
-        if len(launches) > 1:
-            # With a single launch the kernel itself checks everything before it writes.
-            for launch in launches:
+        for launch in launches:
+            # Of a single launch that is not new the kernel itself checks all before it writes.
+            if len(launches) > 1 or launch.is_new:
                 launch.check()
+        for launch in launches:
+            if len(launches) > 1 and not launch.is_new:
+                launch.is_new = not launch.knows_buffers()
+            if launch.is_new:
+                launch.conform_buffers(self.buffer_dtype)
         for launch in launches:
             self._run(launch)
 
@@ -204,14 +232,16 @@ class MomentumOptimizer(torch.optim.Optimizer):
         twins = _models_of_masters(self)
         missing = len(self.param_groups) - len(self._launches)
         self._launches.extend(GroupLaunches(self.name, self.held_ops) for _ in range(missing))
-        is_same_state = self._seen_state.is_same(self.state)
-        self._seen_state.remember(self.state)
+        del self._launches[len(self.param_groups) :]  # of groups that were taken out
+        is_same_state = self._order.update(self.state)
+        values = [*self.state.values(), None]
         return [
             launch
-            for group, launches in zip(self.param_groups, self._launches, strict=False)
+            for group, launches in zip(self.param_groups, self._launches, strict=True)
             for launch in launches.collect(
                 group,
-                self.state,
+                self._order,
+                values,
                 twins,
                 not self.materialize_master_grads,
                 is_same_state,
@@ -220,9 +250,6 @@ class MomentumOptimizer(torch.optim.Optimizer):
         ]
 
     def _run(self, launch: Launch) -> None:
-        if launch.is_new:
-            launch.check()
-            launch.conform_buffers(self.buffer_dtype)
         try:
             self._call(launch)
         except RuntimeError:

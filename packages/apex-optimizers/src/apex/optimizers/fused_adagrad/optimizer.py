@@ -80,6 +80,7 @@ class FusedAdagrad(FusedOptimizer):
     layout = StateLayout("FusedAdagrad", ("sum",), counts_group_steps=False)
     kept_attributes = ("adagrad_w_mode",)
     bucket_class = AdagradBucket
+    kernels = "fused_adagrad"
     replayable = True
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from .ops import adam_step, adam_step_capturable
 
 ADAM_HELD = HeldOps(adam_step, __file__)
 
+_scales_of = operator.methodcaller("get", SCALES)
+
 
 class AdamBucket(HoldingBucket):
     """A bucket that hands its lists over once, where that pays."""
@@ -24,11 +28,26 @@ class AdamBucket(HoldingBucket):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.scales: Tensor | None = None  # [parameters, 2], which the states' share
+        self.scales: Tensor | None = None  # [parameters, 2]
+        self._scales: list[Tensor] = []  # parts of it, one in each state
         if SCALES in self.states[0]:
-            self.scales = torch.stack([state[SCALES] for state in self.states])
-            for state, scales in zip(self.states, self.scales.unbind(), strict=True):
+            device = self.params[0].device
+            self.scales = torch.stack([state[SCALES].to(device) for state in self.states])
+            self._scales = list(self.scales.unbind())
+            for state, scales in zip(self.states, self._scales, strict=True):
                 state[SCALES] = scales
+
+    def has_own_states(self) -> bool:
+        if not super().has_own_states():
+            return False
+        if self.scales is None:
+            return True
+        return all(map(operator.is_, map(_scales_of, self.states), self._scales))
+
+    def run(self, op: Callable[..., None], *hyper: Any) -> None:
+        if self.params[0].dtype == torch.float64 and self.grads[0].dtype != torch.float64:
+            self.grads = [grad.double() for grad in self.grads]  # smaller decoupled ones
+        super().run(op, *hyper)
 
     @property
     def is_compact(self) -> bool:

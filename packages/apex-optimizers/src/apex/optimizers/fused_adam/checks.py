@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-_LEGACY_KEYS = frozenset({"grads", "output_params", "scale", "grad_norms", "grad_scaler"})
+_LEGACY_KEYS = ("grads", "output_params", "scale", "grad_norms", "grad_scaler")  # in this order
 
 
-def check_legacy(legacy: dict[str, Any]) -> None:
-    """Raise unless all arguments of ``step`` from older optimizers are None."""
-    unknown = set(legacy) - _LEGACY_KEYS
-    if unknown:
-        raise TypeError(f"FusedAdam.step: unexpected arguments {sorted(unknown)}.")
+def check_legacy(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Raise unless all arguments of ``step`` from older optimizers are None.
+
+    Args:
+        positional: those after ``closure``.
+        named: those by keyword.
+    """
+    given = _LEGACY_KEYS[: len(positional)]
+    unknown = (set(named) - set(_LEGACY_KEYS)) | (set(named) & set(given))
+    if unknown or len(positional) > len(given):
+        raise TypeError(
+            f"FusedAdam.step: expected at most closure, {', '.join(_LEGACY_KEYS)}, each once, got "
+            f"beside closure {len(positional)} positional arguments and {sorted(named)}."
+        )
+    legacy = {**dict(zip(given, positional, strict=True)), **named}
     if legacy.get("grad_scaler") is not None:
         raise RuntimeError(
             "FusedAdam.step: grad_scaler is not taken as an argument; call "

@@ -69,7 +69,7 @@ class CompactStates(FusedOptimizer):
     def init_state(self, group: dict[str, Any], param: Tensor) -> int:
         state = self.state[param]
         if is_scaled(tuple(self.moment_dtype(key, param) for key in MOMENTS)):
-            state.setdefault(SCALES, torch.ones(2, device=param.device))
+            state.setdefault(SCALES, _no_scales(param))
         if self._keeps_remainder(param) and MASTER not in state:
             state[MASTER] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
         return super().init_state(group, param)
@@ -92,7 +92,8 @@ class CompactStates(FusedOptimizer):
             )
         for group in self.param_groups:
             if any(own is param for own in group["params"]):
-                self.state[param]["step"] = torch.tensor(float(self.init_state(group, param)))
+                count = float(self.init_state(group, param))
+                self.state[param]["step"] = torch.tensor(count, dtype=torch.float32)
                 return
         raise ValueError("FusedAdam.initialize_state: param is not one of the optimizer's.")
 
@@ -121,7 +122,7 @@ class CompactStates(FusedOptimizer):
         else:
             state, dtype = self.state[param], self.moment_dtype(key, param)
             if is_scaled((dtype,)):
-                state.setdefault(SCALES, torch.ones(2, device=param.device))
+                state.setdefault(SCALES, _no_scales(param))
             like = torch.empty_like(param, dtype=dtype, requires_grad=False)
             store_moment(state, key, value.to(param.device), like)
 
@@ -149,4 +150,8 @@ class CompactStates(FusedOptimizer):
         # By this torch.optim.Adam and AdamW know which of the two they are.
         mode = {"decoupled_weight_decay": bool(self.adam_w_mode)}
         groups = [{**group, **mode} for group in result["param_groups"]]
-        return {"state": state, "param_groups": groups}
+        return {**result, "state": state, "param_groups": groups}
+
+
+def _no_scales(param: Tensor) -> Tensor:
+    return torch.ones(2, dtype=torch.float32, device=param.device)

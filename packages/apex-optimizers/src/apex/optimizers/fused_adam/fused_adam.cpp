@@ -6,6 +6,7 @@
 #include "apex/torch/dispatch.h"
 #include "apex/torch/held_lists.h"
 #include "apex/torch/library.h"
+#include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
 
 namespace apex::optimizers {
@@ -91,18 +92,16 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
   const char* op = "adam_step_capturable";
   TensorTable table = adam_table(op, params, grads, exp_avgs, exp_avg_sqs, masters);
   AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
-  for (const Tensor& t : {lr, step, inv_scale.value_or(lr), found_inf.value_or(lr)}) {
-    check(t.get_device_index() == params[0].get_device_index() && t.is_cpu() == params[0].is_cpu(),
-          op, ": lr, step, inv_scale and found_inf must be on the device of params.");
-  }
+  auto device_lr = scalar<float>(number_near<float>(op, "lr", lr, params[0]));
+  const int* device_step = number_near<int>(op, "step", step, params[0]);
+  const float* inverse_scale = optional_number<float>(op, "inv_scale", inv_scale, params[0]);
+  const float* skip = optional_number<float>(op, "found_inf", found_inf, params[0]);
   Context context(params[0]);
   dispatch_adam(
       op, params, grads, exp_avgs, exp_avg_sqs, decoupled, [&]<class P, class M, Decay kDecay>() {
         auto make = [&]<bool kMaster>() {
-          return CapturableAdam<compute_t<P>, kDecay, kMaster>{
-              hyper, scalar<float>(data<float>(lr, "lr")), data<int>(step, "step"),
-              inv_scale ? data<float>(*inv_scale, "inv_scale") : nullptr,
-              found_inf ? data<float>(*found_inf, "found_inf") : nullptr};
+          return CapturableAdam<compute_t<P>, kDecay, kMaster>{hyper, device_lr, device_step,
+                                                               inverse_scale, skip};
         };
         if (masters.empty()) {
           foreach<InOut<P>, InOut<P>, InOut<M>, InOut<M>>(context, table,

@@ -48,8 +48,10 @@ def scales_for(peaks: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         float32, shaped as ``peaks``; 1 where there is nothing, or nothing to scale.
     """
     limits = peaks.new_tensor([_LIMITS.get(dtype, 0.0) for dtype in dtypes])
-    # frexp: ratio = fraction * 2**exponent with a fraction below 1, so the ratio is below that.
-    exponent = torch.frexp(peaks / limits).exponent
+    # frexp: ratio = fraction * 2**exponent with a fraction in [0.5, 1). At 0.5 the ratio is a power
+    # of two itself: a peak that was rounded up to the limit finds the scale it was stored with.
+    fraction, exponent = torch.frexp(peaks / limits)
+    exponent = exponent - (fraction == 0.5).int()
     # The range of normal float32 numbers, for the scale and for its inverse.
     scales = torch.ldexp(torch.ones_like(peaks), exponent.clamp(-126, 126))
     return torch.where((peaks > 0) & (limits > 0), scales, 1.0).float()

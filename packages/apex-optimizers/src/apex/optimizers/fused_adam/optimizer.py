@@ -102,6 +102,7 @@ class FusedAdam(CompactStates):
         "use_decoupled_grad",
     )
     bucket_class = AdamBucket
+    kernels = "fused_adam"
 
     def __init__(
         self,
@@ -183,22 +184,26 @@ class FusedAdam(CompactStates):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **legacy: Any) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *legacy: Any, **named_legacy: Any
+    ) -> Any:
         """Take one step.
 
         Args:
             closure: evaluates the model again and returns the loss.
-            legacy: ``grads``, ``output_params``, ``scale``, ``grad_norms`` and ``grad_scaler``,
-                which old scripts pass as None.
+            legacy, named_legacy: ``grads``, ``output_params``, ``scale``, ``grad_norms`` and
+                ``grad_scaler``, in this order, which old scripts pass as None. (They are not in the
+                signature because GradScaler would hand over itself, which it has deprecated.)
 
         Returns:
             What ``closure`` returned, or None.
 
         Raises:
+            TypeError: other arguments were given.
             RuntimeError: a legacy argument is not None, a gradient cannot be used, or a CUDA graph
                 is being captured without ``capturable``; nothing is changed then.
         """
-        check_legacy(legacy)
+        check_legacy(legacy, named_legacy)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -19,6 +19,7 @@ class LambOptimizer(FusedOptimizer):
 
     kept_attributes = ("adam_w_mode", "use_nvlamb")
     bucket_class = LambBucket
+    kernels = "fused_lamb"
 
     adam_w_mode: int  # 1: the decay is part of the update; 0: of the gradient
     use_nvlamb: bool

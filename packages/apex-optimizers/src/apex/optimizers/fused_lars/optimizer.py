@@ -80,6 +80,7 @@ class FusedLARS(MomentumOptimizer):
     """
 
     name = "FusedLARS"
+    kernels = "fused_lars"
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._base import FusedOptimizer
 from .._buckets import MASTER, StateLayout
 from .._checks import check_lr
+from .._state import load_between_hooks
 from .._step_numbers import Scaling
 from ..fused_lamb.base import LambOptimizer
 from ..fused_lamb.buckets import LambBucket
@@ -60,9 +61,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         ``torch.amp.GradScaler.step(optimizer)`` hands over loss scale and overflow flag; nothing is
         changed, and no step counted, where the flag is set, without waiting for the device. Unlike
         Apex's: masters are part of the state; dtypes may differ within a group; all parameters may
-        lack gradients; the flag of this very step decides whether it counts. Weights that
-        are loaded into the model alone, after the first step, must be copied into
-        ``param_groups_full_precision``, too, else the old masters win.
+        lack gradients; the flag of this very step decides whether it counts. Weights that are
+        loaded into the model alone win over their masters in the next step.
 
     Source:
         You et al., *Large Batch Optimization for Deep Learning: Training BERT in 76 minutes*, ICLR
@@ -155,7 +155,10 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         own_numbers(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        load = super().load_state_dict
+        load_between_hooks(self, state_dict, load, lambda _: self._own_numbers)
+
+    def _own_numbers(self) -> None:
         for group in self.param_groups:
             own_numbers(group)
 

@@ -33,8 +33,14 @@ class GroupNorms:
     """Keeps the vectors in line with the parameters of their groups, which may change."""
 
     def __init__(self) -> None:
-        # By id of the group: each parameter's place, in order. References keep ids from reuse.
-        self._known: dict[int, dict[Tensor, _Place]] = {}
+        # By id of the group: that, and each parameter's place, in order.
+        self._known: dict[int, tuple[dict[str, Any], dict[Tensor, _Place]]] = {}
+
+    def forget_others(self, groups: list[dict[str, Any]]) -> None:
+        """Let go of groups that were taken out of the optimizer."""
+        if list(self._known) != list(map(id, groups)):
+            kept = {id(group): self._known.get(id(group)) for group in groups}
+            self._known = {key: known for key, known in kept.items() if known is not None}
 
     def place(self, group: dict[str, Any], bucket: NovoGradBucket) -> None:
         """Make the group's vectors, where missing or out of date, and find the bucket's slots."""
@@ -51,14 +57,14 @@ class GroupNorms:
             bucket.slots = torch.tensor(positions, device=vector.device)
 
     def _align(self, group: dict[str, Any], places: dict[Tensor, _Place]) -> None:
-        vectors, known = group.get(NORMS), self._known.get(id(group))
+        vectors, (_, known) = group.get(NORMS), self._known.get(id(group), (group, None))
         if vectors is None:
             group[NORMS] = _zeros(group["params"])
         elif known is None:
             _check_lengths(group, vectors)
         elif known != places:
             group[NORMS] = _moved(group["params"], vectors, known, places)
-        self._known[id(group)] = places
+        self._known[id(group)] = group, places
 
 
 def conform(

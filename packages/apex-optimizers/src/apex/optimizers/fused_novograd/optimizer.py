@@ -12,7 +12,7 @@ from .._base import FusedOptimizer
 from .._buckets import StateLayout
 from .._checks import check_betas, check_lr, check_not_negative
 from .._sharding import norms_of, reduce_over_shards
-from .._state import matching_params
+from .._state import load_between_hooks, matching_params
 from .._step_numbers import StepNumbers
 from .norms import NORMS, GroupNorms, NovoGradBucket, conform
 from .ops import novograd_step
@@ -90,6 +90,7 @@ class FusedNovoGrad(FusedOptimizer):
     layout = StateLayout("FusedNovoGrad", ("exp_avg",))
     kept_attributes = ("moment_mode",)
     bucket_class = NovoGradBucket
+    kernels = "fused_novograd"
 
     def __init__(
         self,
@@ -157,14 +158,24 @@ class FusedNovoGrad(FusedOptimizer):
         Raises:
             ValueError: groups, norms, or shapes of the state, do not fit. Nothing is changed then.
         """
-        matching_params(self, state_dict)
-        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        norms = [conform(group, saved, state_dict["state"]) for group, saved in pairs]
-        super().load_state_dict(state_dict)
+
+        def check(hooked: dict[str, Any]) -> Callable[[], None]:
+            matching_params(self, hooked)
+            pairs = zip(self.param_groups, hooked["param_groups"], strict=True)
+            norms = [conform(group, saved, hooked["state"]) for group, saved in pairs]
+            return lambda: self._set_norms(norms)
+
+        load_between_hooks(self, state_dict, super().load_state_dict, check)
+
+    def _set_norms(self, norms: list[list[Tensor] | None]) -> None:
         for group, vectors in zip(self.param_groups, norms, strict=True):
             group.pop(NORMS, None)
             if vectors is not None:
                 group[NORMS] = vectors
+
+    def step_buckets(self, buckets: list[NovoGradBucket]) -> None:
+        self._norms.forget_others(self.param_groups)
+        super().step_buckets(buckets)
 
     def step_bucket(self, bucket: NovoGradBucket) -> None:
         group = bucket.group

@@ -73,6 +73,7 @@ class FusedSGD(MomentumOptimizer):
     """
 
     name = "FusedSGD"
+    kernels = "fused_sgd"
     held_ops = SGD_HELD
 
     def __init__(

@@ -1,0 +1,72 @@
+"""Notices what was written into 16-bit parameters beside their float32 masters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_version_of = operator.attrgetter("_version")
+
+Mark = tuple[int, int]  # a tensor's count of changes in place, and where its memory is
+_UNKNOWN: Mark = (-1, -1)
+
+
+class MasterMarks:
+    """The state in which a step left parameters that have masters.
+
+    A parameter that was changed since, by ``load_state_dict`` of its model, say, or by ``clamp_``,
+    wins over its master wherever it is not the master, rounded: else the next step would undo the
+    change. ``param.data.clamp_()`` changes no count and is not noticed.
+    """
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+
+    def take(self, params: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """Remember how parameters are now.
+
+        Args:
+            shards: of DTensors, whose own addresses mean nothing; else the parameters again.
+        """
+        self._versions = list(map(_version_of, params))
+        self._addresses = list(map(Tensor.data_ptr, shards))
+
+    def count(self) -> None:
+        """Take account of one more change, which was ours."""
+        self._versions = [version + 1 for version in self._versions]
+
+    def known(self, params: Iterable[Tensor]) -> dict[int, Mark]:
+        """What is remembered, by ``id`` of the parameter."""
+        marks = zip(self._versions, self._addresses, strict=True)
+        return dict(zip(map(id, params), marks, strict=False))  # no mark where no master is
+
+    def set_known(self, params: Iterable[Tensor], known: dict[int, Mark]) -> None:
+        """Take over what others remembered."""
+        marks = [known.get(id(param), _UNKNOWN) for param in params]
+        self._versions, self._addresses = map(list, zip(*marks, strict=True))
+
+    def refill(
+        self, params: Sequence[Tensor], shards: Sequence[Tensor], masters: Sequence[Tensor]
+    ) -> None:
+        """Bring masters up to date with the parameters that were changed, or were never seen.
+
+        Args:
+            params, shards: see :meth:`take`.
+            masters: of the shards.
+        """
+        if not masters or masters[0].dtype != torch.float32:
+            return  # a remainder is part of the parameter itself
+        versions, addresses = self._versions, self._addresses
+        self.take(params, shards)
+        if versions == self._versions and addresses == self._addresses:
+            return
+        before = zip(versions, addresses, strict=True)
+        now = zip(self._versions, self._addresses, strict=True)
+        for param, master, old, new in zip(shards, masters, before, now, strict=True):
+            if old != new:
+                is_rounded = master.to(param.device, param.dtype) == param
+                master.copy_(torch.where(is_rounded, master.to(param.device), param))
