@@ -25,7 +25,7 @@ from native.build import Op, build, find_ops  # noqa: E402
 from native.targets import Target  # noqa: E402
 
 WORK = ROOT / ".nox" / "emulated"
-CASES_PER_TEST = 4
+CASES_PER_TEST = 3
 # Emulation takes up to 5 us per element; this keeps a launch below a second or two.
 MAX_OPERAND_BYTES = 512 << 10
 # Lanes of a warp, and the seed of the order in which threads run. Each launch is repeated in a

@@ -112,3 +112,25 @@ def test_a_compiler_that_is_not_there(monkeypatch, wanted):
     monkeypatch.setenv("CXX", wanted)
     with pytest.raises(BuildError, match=re.escape(f"looked for CXX={wanted}). Install one")):
         toolchain.find_cxx()
+
+
+@pytest.mark.parametrize(
+    ("archs", "expected"),
+    [
+        (("sm_75",), ["arch=compute_75,code=sm_75"]),
+        (("sm_86",), ["arch=compute_80,code=sm_86"]),
+        (
+            ("sm_90", "sm_120", "compute_120"),
+            [
+                "arch=compute_90,code=sm_90",
+                "arch=compute_90,code=sm_120",
+                "arch=compute_120,code=compute_120",
+            ],
+        ),
+        (("sm_90a", "sm_100f"), ["arch=compute_90a,code=sm_90a", "arch=compute_100f,code=sm_100f"]),
+    ],
+    ids=["Turing", "Ampere", "since Hopper", "of one GPU alone"],
+)
+def test_code_for_several_gpus_shares_one_translation(archs, expected):
+    flags = toolchain.compile_flags(Target("cuda", archs=archs))
+    assert [flag for flag in flags if flag.startswith("arch=")] == expected

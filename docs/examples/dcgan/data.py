@@ -27,7 +27,11 @@ class Disks(Dataset):
 
 
 def load_images(args: Namespace) -> tuple[DataLoader, int]:
-    """Batches of images in [-1, 1], and their number of channels."""
+    """Batches of images in [-1, 1], and their number of channels.
+
+    Raises:
+        ValueError: there is no full batch, and so nothing to train on.
+    """
     dataset = Disks(args.imageSize, 4 * args.batchSize if args.dry_run else 4096)
     if args.dataset != "fake":
         dataset = _of_torchvision(args)
@@ -40,6 +44,11 @@ def load_images(args: Namespace) -> tuple[DataLoader, int]:
         persistent_workers=args.workers > 0 and not args.dry_run,
         generator=torch.Generator().manual_seed(args.manualSeed),
     )
+    if not len(loader):
+        raise ValueError(
+            f"--batchSize: {args.batchSize} is more than the {len(dataset)} images of --dataset "
+            f"{args.dataset}"
+        )
     first = dataset[0]
     return loader, (first if isinstance(first, torch.Tensor) else first[0]).shape[0]
 

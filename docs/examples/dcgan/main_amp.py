@@ -130,6 +130,12 @@ def main() -> None:
     first_epoch = 0
     if args.resume:
         state = torch.load(args.resume, map_location=device, weights_only=True)
+        # Loss scales and the states' dtypes are the level's.
+        if state.get("opt_level") != args.opt_level:
+            raise ValueError(
+                f"--resume: {args.resume} was saved at opt level {state.get('opt_level')}, but "
+                f"this run has {args.opt_level}"
+            )
         for name, part in gan.parts().items():
             part.load_state_dict(state[name])
         first_epoch = state["epoch"] + 1
@@ -149,7 +155,8 @@ def main() -> None:
                 break
         save_samples(args.outf / f"samples_{epoch:03}.png", gan.generator, fixed_noise)
         states = {name: part.state_dict() for name, part in gan.parts().items()}
-        save(args.outf / "checkpoint.pt", {**states, "epoch": epoch})
+        state = {**states, "opt_level": args.opt_level, "epoch": epoch}
+        save(args.outf / "checkpoint.pt", state)
 
 
 if __name__ == "__main__":

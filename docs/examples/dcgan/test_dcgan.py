@@ -50,6 +50,26 @@ def test_resume(tmp_path):
     assert "loss_D" not in done.stdout  # the one epoch of a dry run is behind it
 
 
+def test_resume_at_another_level_is_refused(tmp_path):
+    assert run(tmp_path, "--opt-level=O0").returncode == 0
+    done = run(tmp_path, "--opt-level=O2", f"--resume={tmp_path / 'checkpoint.pt'}")
+    assert done.returncode == 1
+    assert "was saved at opt level O0, but this run has O2" in done.stderr
+
+
+def test_fewer_images_than_a_batch(tmp_path):
+    from PIL import Image
+
+    images, output = tmp_path / "images", tmp_path / "output"
+    (images / "all").mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (16, 16)).save(images / "all" / f"{number}.png")
+    done = run(output, "--dataset=folder", f"--dataroot={images}")
+    assert done.returncode == 1
+    assert "--batchSize: 8 is more than the 3 images of --dataset folder" in done.stderr
+    assert not output.exists()
+
+
 def test_wrong_size(tmp_path):
     script = "import networks; networks.Generator(30, 4, 4, 3)"
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -11,6 +12,16 @@ from options import UsageError
 from torch import nn
 
 from apex import amp
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Create the folder if it is missing; raise UsageError where no file can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write into {folder}: {error.strerror}.") from error
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -30,7 +30,8 @@ def load_data(args: Namespace, processes: Processes) -> Data:
     """Loaders of (uint8 [batch, 3, size, size], int64 [batch]) from ``args.data``.
 
     Raises:
-        UsageError: train/ and val/ differ in classes, or train/ has no full batch per process.
+        UsageError: train/ and val/ differ in classes, or train/ has no full batch per process,
+            unless it is only for ``args.evaluate``.
     """
     train = image_folder(args.data / "train", train_transform(args.augment, args.image_size))
     val = image_folder(args.data / "val", val_transform(args.augment, args.image_size))
@@ -38,7 +39,7 @@ def load_data(args: Namespace, processes: Processes) -> Data:
         differing = sorted(set(train.classes) ^ set(val.classes))
         raise UsageError(f"{args.data}: train/ and val/ differ in the classes {differing}.")
     global_batch = args.batch_size * processes.world_size
-    if len(train) < global_batch:
+    if len(train) < global_batch and not args.evaluate:
         raise UsageError(
             f"--batch-size: {args.batch_size} images on each of {processes.world_size} processes "
             f"make {global_batch}, but {args.data / 'train'} holds {len(train)} images."

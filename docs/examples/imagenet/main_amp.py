@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 
 import torch
-from checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from checkpoint import check_writable, load_checkpoint, save_checkpoint, write_atomically
 from data import Batches, Data, load_data
 from meters import Scores
 from network import build_network, build_optimizer
@@ -36,6 +36,11 @@ class Run:
     def __init__(self, args: Namespace, processes: Processes):
         self.args = args
         self.processes = processes
+        if processes.is_main and not args.evaluate:  # now, not after the first epoch
+            check_writable("--output", args.output)
+            for option, file in (("--history", args.history), ("--plot", args.plot)):
+                if file:
+                    check_writable(option, file.parent)
         self.data: Data = load_data(args, processes)
         self.epochs: list[dict] = []
 
@@ -81,13 +86,14 @@ class Run:
     def profile(self) -> None:
         profiler = self.trainer.profile(self.batches(self.data.train), self.args.prof)
         if self.processes.is_main:
-            self.args.output.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self.args.output / "trace.json"))
             device = self.processes.device.type
             order = f"self_{device}_time_total"
             print(profiler.key_averages().table(sort_by=order, row_limit=20))
 
     def train(self) -> None:
+        if self.args.start_epoch >= self.args.epochs and self.processes.is_main:
+            print(f"--resume: all {self.args.epochs} epochs are done; --epochs sets their number.")
         train, val = self.batches(self.data.train), self.batches(self.data.val)
         for epoch in range(self.args.start_epoch, self.args.epochs):
             self.data.sampler.set_epoch(epoch)

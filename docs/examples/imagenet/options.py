@@ -166,6 +166,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     _add_amp_options(parser)
     _add_output_options(parser)
     args = parser.parse_args(arguments)
+    if args.start_epoch >= args.epochs and not (args.evaluate or args.prof):
+        parser.error(
+            f"argument --start-epoch: {args.start_epoch} leaves nothing to train of --epochs "
+            f"{args.epochs}, which counts from 0"
+        )
     if args.lr is None:
         args.lr = DEFAULT_LR[args.optimizer]
     if args.deterministic and args.seed is None:

@@ -171,6 +171,8 @@ def test_two_processes_equal_one(images, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--output", "/dev/null/folder"], "--output: cannot write into /dev/null/folder"),
+        (["--plot", "/dev/null/plot.png"], "--plot: cannot write into /dev/null"),
         (["--b", "100"], "--batch-size: 100 images on each of 1 processes"),
         (["--opt-level", "O1", "--keep-batchnorm-fp32", "True"], "keep_batchnorm_fp32"),
     ],
@@ -179,3 +181,11 @@ def test_bad_arguments(arguments, message, images):
     done = run(images, *arguments)
     assert done.returncode == 1
     assert message in done.stderr
+
+
+def test_resume_of_a_finished_run_says_so(images, tmp_path):
+    train(images, tmp_path, "--opt-level", "O0", "--epochs", "1")
+    checkpoint = str(tmp_path / "checkpoint.pth.tar")
+    done = run(images, *f"--opt-level O0 --epochs 1 --resume {checkpoint}".split())
+    assert done.returncode == 0
+    assert "all 1 epochs are done" in done.stdout

@@ -12,7 +12,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent))
 
 import demo
-from checkpoint import load_checkpoint, restore, save_checkpoint, write_atomically
+from checkpoint import check_writable, load_checkpoint, restore, save_checkpoint, write_atomically
 from data import MEAN, STD, Batches, load_data
 from digits import write_digits
 from meters import Totals
@@ -40,7 +40,9 @@ def folder(tmp_path):
 
 
 def options(data: Path, **changes) -> Namespace:
-    default = Namespace(data=data, augment="none", image_size=8, batch_size=3, workers=0, seed=0)
+    default = Namespace(
+        data=data, augment="none", image_size=8, batch_size=3, workers=0, seed=0, evaluate=False
+    )
     return Namespace(**(vars(default) | changes))
 
 
@@ -75,6 +77,7 @@ def test_batch_size_has_three_names(flag, folder):
         (["--b", "0"], "expected an integer >= 1, got 0"),
         (["--workers", "-1"], "expected an integer >= 0, got -1"),
         (["--lr", "inf"], "expected a finite number >= 0, got inf"),
+        (["--start-epoch", "90"], "90 leaves nothing to train of --epochs 90"),
         (["--resume", "absent.pth.tar"], "no such file: absent.pth.tar"),
     ],
 )
@@ -109,6 +112,11 @@ def test_class_without_images(folder):
 def test_batch_larger_than_the_training_set(folder):
     with pytest.raises(UsageError, match=r"7 images on each of 2 processes make 14, but .* 12"):
         load_data(options(folder, batch_size=7), Processes(CPU, 0, 2))
+
+
+def test_evaluation_needs_no_full_batch(folder):
+    data = load_data(options(folder, batch_size=7, evaluate=True), Processes(CPU, 0, 2))
+    assert sum(len(labels) for _, labels in data.val) == 5
 
 
 def test_processes_share_the_images(folder):
@@ -173,6 +181,14 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
         write_atomically(path, interrupted)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folders_are_probed(tmp_path):
+    check_writable("--output", tmp_path / "new" / "folder")
+    assert not list((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--output: cannot write into .*file: File exists"):
+        check_writable("--output", tmp_path / "file")
 
 
 def test_digits(tmp_path):

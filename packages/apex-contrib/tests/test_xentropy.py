@@ -280,11 +280,3 @@ class TestTorchFeatures:
         assert_as_accurate_as(reference, losses, logits.detach())
         assert linear.weight.grad.dtype == torch.float32
         assert linear.weight.grad.isfinite().all()
-
-    def test_second_derivative_is_refused(self, device):
-        logits, labels, grads = inputs((4, 9), torch.float32, device)
-        logits.requires_grad_()
-        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1)
-        (first,) = torch.autograd.grad(losses, logits, grads.requires_grad_(), create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.sum().backward()

@@ -209,6 +209,7 @@ def test_lists_of_several_devices_are_refused():
             amp_C.multi_tensor_scale(65536, flag, lists, 1.0)
 
 
+@pytest.mark.slow
 def test_import_fails_where_kernels_cannot_run(tmp_path):
     """Fallbacks of clients depend on an ImportError that comes at import, and says what to do."""
     environment = {**os.environ, "APEX_JIT": "0", "APEX_CACHE_DIR": str(tmp_path)}

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import torch
 from apex import optimizers
@@ -38,6 +40,7 @@ print("refused")
 """
 
 
+@pytest.mark.slow
 def test_optimizers_are_refused_without_kernels(tmp_path):
     environment = {**os.environ, "APEX_JIT": "0", "APEX_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(

@@ -51,16 +51,16 @@ def test_foreign_structure_is_refused():
 
 def test_slots_release_buckets_in_order():
     slots = BucketSlots([[3, 1], [0], [2]])
-    grad = torch.zeros(1)
-    assert slots.fill(0, grad) == []
+    shape = torch.Size([1])
+    assert slots.fill(0, shape) == []
     assert slots.ready_buckets_not_reduced == {1}
-    assert slots.fill(3, grad) == []
-    assert slots.fill(1, grad) == [0, 1]
+    assert slots.fill(3, shape) == []
+    assert slots.fill(1, shape) == [0, 1]
     assert slots.next_bucket == 2
     with pytest.raises(RuntimeError, match=r"parameter 1 \(shape \[1\]\) got its gradient twice"):
-        slots.fill(1, grad)
+        slots.fill(1, shape)
     assert slots.take_remaining() == [2]
     assert slots.take_remaining() == []
     slots.clear()
     assert slots.take_remaining() == [0, 1, 2]
-    assert slots.buckets == [[None, None], [None], [None]]
+    assert slots.arrived == [[False, False], [False], [False]]

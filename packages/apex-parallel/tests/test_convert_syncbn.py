@@ -59,7 +59,19 @@ def test_mode_hooks_and_device_are_kept():
     converted(torch.empty(2, 4, 3, 3, device="meta"))
     assert seen == ["before", "forward"]
     norm(torch.empty(2, 4, 3, 3, device="meta"))
-    assert seen == ["before", "forward", "forward"]  # the new hook is not the original's
+    assert seen == ["before", "forward"] * 2  # hooks are shared, like statistics
+
+
+def test_handles_of_hooks_still_remove_them():
+    norm = nn.BatchNorm1d(4)
+    seen = []
+    handle = norm.register_forward_hook(lambda *_: seen.append("forward"))
+    converted = convert_syncbn_model(norm)
+    del norm
+    converted(torch.ones(2, 4))
+    handle.remove()
+    converted(torch.ones(2, 4))
+    assert seen == ["forward"]
 
 
 def test_options():
@@ -83,6 +95,23 @@ def test_shared_modules_stay_shared():
     converted = convert_syncbn_model(nn.ModuleDict({"a": norm, "b": nn.Sequential(norm)}))
     assert converted["a"] is converted["b"][0]
     assert type(converted["a"]) is SyncBatchNorm
+
+
+def test_weights_tied_between_batch_norms_stay_tied():
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second.weight = first.weight
+    converted = convert_syncbn_model(nn.Sequential(first, nn.ModuleList([second])))
+    assert converted[0].weight is converted[1][0].weight
+    assert converted[0].weight is not first.weight
+    assert converted[0].bias is not converted[1][0].bias
+
+
+def test_parametrized_modules_are_refused_before_anything_changes():
+    mixed = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    nn.utils.parametrize.register_parametrization(mixed[1], "weight", nn.Identity())
+    with pytest.raises(ValueError, match=r"1 is a Parametrized.*remove_parametrizations"):
+        convert_syncbn_model(mixed)
+    assert type(mixed[0]) is nn.BatchNorm1d
 
 
 def test_lazy_modules_are_refused_before_anything_changes():

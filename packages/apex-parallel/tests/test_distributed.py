@@ -68,6 +68,19 @@ def check_average(rank, world, options, factor=1.0):
                 param -= 0.1 * param.grad
 
 
+def check_trigger_iterator(rank, world):
+    model = build()
+    triggers = model[4].parameters()  # an iterator, as modules give it
+    ddp = DistributedDataParallel(model, allreduce_trigger_params=triggers)
+    loss_of(ddp(batch(rank, 0))).backward()
+    assert {4, 5} not in map(set, ddp.active_i_buckets)  # each of them closes a bucket
+    assert ddp.num_buckets == 3
+
+
+def test_triggers_may_be_an_iterator(two_ranks):
+    two_ranks(check_trigger_iterator)
+
+
 OPTIONS = {
     "default": {},
     "one bucket per parameter": {"message_size": 1},
@@ -246,6 +259,27 @@ def check_reducer(rank, world):
     Reducer(mine).reduce()
     assert mine[0].tolist() == [(world - 1) / 2] * 2
     assert mine[1]["deep"][0].tolist() == [world - 1.0] * 3
+
+
+def check_reducer_frozen(rank, world):
+    """A gradient left on a frozen parameter is averaged like any other; int8 weights have none."""
+    model = nn.ParameterList([torch.zeros(2) for _ in range(3)])
+    model.append(nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False))
+    reducer = Reducer(model)
+    model[0].grad = torch.full((2,), float(rank))
+    if rank == 1:
+        model[1].grad = torch.full((2,), 3.0)
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    reducer.reduce()
+    assert model[0].grad.tolist() == [(world - 1) / 2] * 2
+    assert model[1].grad.tolist() == [3.0 / world] * 2
+    assert model[2].grad is None
+    assert model[3].grad is None
+
+
+def test_reducer_with_frozen_parameters(two_ranks):
+    two_ranks(check_reducer_frozen)
 
 
 def test_reducer(two_ranks, four_ranks):

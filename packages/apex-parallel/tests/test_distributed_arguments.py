@@ -59,7 +59,15 @@ def check_split_factor(rank, world):
         Reducer([torch.zeros(1), 3])
 
 
+def check_reducer_refusals(rank, world):
+    with pytest.raises(RuntimeError, match=r"^Reducer: the parameters of ranks \[1\] differ"):
+        Reducer(nn.Linear(2, 1 + rank))
+    with pytest.raises(ValueError, match=r"^Reducer: parameter weight of .* has no values"):
+        Reducer(nn.LazyLinear(2))
+
+
 def test_refusals(two_ranks):
+    two_ranks(check_reducer_refusals)
     two_ranks(check_refusals)
     two_ranks(check_communicators)
     two_ranks(check_split_factor)

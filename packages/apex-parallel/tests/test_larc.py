@@ -93,6 +93,36 @@ def test_is_an_optimizer_to_schedulers():
     assert len(optimizer.optim.param_groups) == 2
 
 
+def test_zero_grad_is_the_wrapped_optimizers():
+    class KeepsZeros(torch.optim.SGD):
+        def zero_grad(self, set_to_none=False):
+            super().zero_grad(set_to_none)
+
+    p = param([1.0])
+    p.grad = torch.ones_like(p)
+    optimizer = LARC(KeepsZeros([p], lr=0.1))
+    optimizer.zero_grad()
+    assert p.grad.item() == 0.0
+    optimizer.zero_grad(set_to_none=True)
+    assert p.grad is None
+
+
+def test_state_hooks_run():
+    optimizer = LARC(torch.optim.SGD([param([1.0])], lr=0.1))
+    seen = []
+    kinds = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+    handles = [
+        getattr(optimizer, f"register_{kind}_hook")(lambda *_, kind=kind: seen.append(kind))
+        for kind in kinds
+    ]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == kinds
+    for handle in handles:
+        handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == kinds
+
+
 def test_state_is_the_wrapped_optimizers():
     def trained():
         p = param([1.0, 2.0])
@@ -133,6 +163,8 @@ def test_weight_decay_survives_a_failing_step():
 def test_refusals():
     with pytest.raises(TypeError, match="got list"):
         LARC([param([1.0])])
+    with pytest.raises(TypeError, match="got LBFGS"):
+        LARC(torch.optim.LBFGS([param([1.0])]))
     inner = torch.optim.SGD([param([1.0])], lr=0.1)
     with pytest.raises(ValueError, match="trust_coefficient must be > 0, got 0"):
         LARC(inner, trust_coefficient=0)

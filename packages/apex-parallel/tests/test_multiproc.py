@@ -17,6 +17,7 @@ def launch(tmp_path, text, *arguments):
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_ranks_and_logs(tmp_path):
     done = launch(tmp_path, "import sys; print(sys.argv[1:])", "--world-size", "2", "--lr", "1")
     assert done.returncode == 0, done.stderr
@@ -25,6 +26,7 @@ def test_ranks_and_logs(tmp_path):
     assert second == "['--world-size', '2', '--lr', '1', '--rank', '1']\n"
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_others(tmp_path):
     text = "import sys, time\nif sys.argv[-1] == '1': sys.exit(3)\ntime.sleep(100)"
     start = time.monotonic()
@@ -44,6 +46,7 @@ def test_bad_world_size(value):
         multiproc.world_size_of(["s.py", "--world-size", *value])
 
 
+@pytest.mark.slow
 def test_without_gpu_or_script(tmp_path):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     for arguments, text in ((["s.py"], "no GPU found"), ([], "usage:")):

@@ -141,6 +141,19 @@ def test_process_groups(four_ranks):
     four_ranks(check_groups)
 
 
+def check_foreign_group(rank, world):
+    norm = SyncBatchNorm(1, process_group=dist.new_group([0]))
+    if rank == 0:
+        norm(torch.ones(2, 1))
+    else:
+        with pytest.raises(ValueError, match="SyncBatchNorm: rank 1 is not in process_group"):
+            norm(torch.ones(2, 1))
+
+
+def test_group_without_this_rank_is_refused(two_ranks):
+    two_ranks(check_foreign_group)
+
+
 def check_counts(rank, world):
     """Beyond 2**24 a count is no float32; an empty and a single-element batch count as such."""
     from apex.parallel.syncbn.statistics import gather_statistics

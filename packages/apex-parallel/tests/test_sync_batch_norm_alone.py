@@ -67,6 +67,52 @@ def test_change_of_the_output_in_place(shape, layout, kernel, device):
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("kernel", [SyncBatchnormFunction, GivenStatistics])
+@pytest.mark.parametrize(("shape", "layout"), [*CASES, ((4, 2, 1, 1), {})], ids=str)
+@pytest.mark.parametrize("contiguous", [True, False], ids=["", "strided"])
+def test_second_derivative_is_refused(contiguous, shape, layout, kernel, device):
+    """Also where the output's gradient is a constant, as in a gradient penalty."""
+    x = torch.randn(shape, dtype=torch.float64).contiguous(**layout).to(device)
+    x = x if contiguous else x.repeat_interleave(2, 0)[::2]
+    x.requires_grad_()
+    weight, bias = (torch.ones(2, dtype=torch.float64, device=device) for _ in range(2))
+    running = 0.5 * bias, 2 * bias
+    weight.requires_grad_()
+    options = (True, 0.1) if kernel is SyncBatchnormFunction else (None, 1)
+    own = (None,) if kernel is SyncBatchnormFunction else ()
+    factors = torch.randn(shape, dtype=torch.float64, device=device)
+
+    def loss():
+        return (kernel.apply(x, *own, weight, bias, *running, 1e-5, *options) * factors).sum()
+
+    for wanted in (x, weight):
+        # Asked for an input that only the saved tensors lead to.
+        for source in (x, weight):
+            (first,) = torch.autograd.grad(loss(), wanted, create_graph=True)
+            with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+                torch.autograd.grad(first.square().sum(), source)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph_that_nobody_differentiates(device):
+    """Gradients are those without it, and may be changed in place."""
+    x = torch.randn(4, 3, 2, 2, dtype=torch.float64, device=device)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    z = torch.randn_like(x).requires_grad_()
+    norm = SyncBatchNorm(3, fuse_relu=True).double().to(device)
+    inputs = (x, z, norm.weight, norm.bias)
+    loss = lambda: norm(x, z).square().sum()
+    plain = torch.autograd.grad(loss(), inputs)
+    first = torch.autograd.grad(loss(), inputs, create_graph=True)
+    for mine, wanted in zip(first, plain, strict=True):
+        assert torch.equal(mine, wanted)
+        mine.mul_(2)
+    loss().backward(create_graph=True)
+    for tensor, wanted in zip(inputs, plain, strict=True):
+        assert torch.equal(tensor.grad, wanted)
+        tensor.grad = None
+
+
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_eval_mode(dtype, last, device):

@@ -17,8 +17,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--opt-level", default="O1", help="O0 to O5; %(default)s")
     parser.add_argument("--steps", type=int, default=500, help="%(default)s")
-    # torch.distributed.launch gives it; torch.distributed.run sets the variable.
-    parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", 0)))
+    # torch.distributed.launch gives it, with either sign; torch.distributed.run sets the variable.
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=local_rank)
     return parser.parse_args()
 
 

@@ -11,8 +11,8 @@ import pytest
 SCRIPT = Path(__file__).with_name("distributed_data_parallel.py")
 
 
-def run(processes, *arguments):
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+def run(processes, *arguments, launcher="run"):
+    launcher = ["-m", f"torch.distributed.{launcher}", f"--nproc_per_node={processes}"]
     launcher += ["--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
     done = subprocess.run(
         [sys.executable, *(launcher if processes > 1 else []), str(SCRIPT), *arguments],
@@ -32,6 +32,12 @@ def test_two_processes_agree(level):
     assert (first[0], second[0]) == ("0", "1")
     assert first[2] == second[2]
     assert 0 < float(first[1]) < 0.9
+
+
+def test_launcher_of_older_scripts():
+    """It gives every process --local-rank."""
+    ranks = [rank for rank, *_ in run(2, "--steps", "2", launcher="launch")]
+    assert sorted(ranks) == ["0", "1"]
 
 
 def test_one_process():

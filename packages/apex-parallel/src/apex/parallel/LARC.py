@@ -1,4 +1,4 @@
-"""LARC: layer-wise adaptive rate control around any optimizer."""
+"""LARC: layer-wise adaptive rate control around an optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LARC(Optimizer):
         eps: :math:`\epsilon`, in units of a gradient's norm; ``>= 0``.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer.
+        TypeError: ``optimizer`` is not an optimizer, or is LBFGS.
         ValueError: a number is out of range.
         NotImplementedError: in :meth:`step`, for a sparse gradient. Nothing is changed then.
 
@@ -56,6 +56,11 @@ class LARC(Optimizer):
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"LARC: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "LARC: optimizer must take a step from the gradients it finds, got LBFGS, which "
+                "evaluates a closure several times a step. Use LBFGS without LARC."
             )
         if not trust_coefficient > 0:
             raise ValueError(f"LARC: trust_coefficient must be > 0, got {trust_coefficient}.")
@@ -112,9 +117,28 @@ class LARC(Optimizer):
         """Load a state of the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.optim.zero_grad(set_to_none=set_to_none)
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, by default in the way the wrapped optimizer does."""
+        if set_to_none is None:
+            self.optim.zero_grad()
+        else:
+            self.optim.zero_grad(set_to_none=set_to_none)
+
+    def register_state_dict_pre_hook(self, hook: Callable, prepend: bool = False) -> Any:
+        """Register on the wrapped optimizer, which is what the hook gets."""
+        return self.optim.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable, prepend: bool = False) -> Any:
+        """Register on the wrapped optimizer, which is what the hook gets."""
+        return self.optim.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable, prepend: bool = False) -> Any:
+        """Register on the wrapped optimizer, which is what the hook gets."""
+        return self.optim.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable, prepend: bool = False) -> Any:
+        """Register on the wrapped optimizer, which is what the hook gets."""
+        return self.optim.register_load_state_dict_post_hook(hook, prepend)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer."""

@@ -7,6 +7,7 @@ import copy
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from .ddp.checks import require_process_group
 from .optimized_sync_batchnorm import SyncBatchNorm
@@ -20,9 +21,10 @@ def convert_syncbn_model(
 ) -> nn.Module:
     """Replace every batch normalization of a model by :class:`SyncBatchNorm`, in place.
 
-    A converted module keeps hyper-parameters, hooks, mode and names; it shares the running
-    statistics of the original and has copies of weight and bias, so build optimizers afterwards.
-    One that is a SyncBatchNorm of ours already, and InstanceNorm, stay as they are.
+    A converted module keeps hyper-parameters, mode and names; it shares the running
+    statistics and the hooks of the original and has copies of weight and bias, so build optimizers
+    afterwards. Weights that two batch norms share stay shared; tie those shared with another module
+    again. One that is a SyncBatchNorm of ours already, and InstanceNorm, stay as they are.
 
     Args:
         module: the model; may itself be a batch normalization.
@@ -35,7 +37,8 @@ def convert_syncbn_model(
         The model; another object only if ``module`` itself is converted.
 
     Raises:
-        ValueError: a lazy module has no parameters yet. Nothing is converted then.
+        ValueError: a lazy module has no parameters yet, or a module is parametrized. Nothing is
+            converted then.
     """
     for name, child in module.named_modules():
         if isinstance(child, _BatchNorm) and _is_lazy(child):
@@ -43,7 +46,17 @@ def convert_syncbn_model(
                 f"convert_syncbn_model: {name or 'module'} is a {type(child).__name__} without "
                 "parameters yet. Run one forward first."
             )
-    return _convert(module, {}, process_group, channel_last, fuse_relu)
+        if isinstance(child, _BatchNorm) and is_parametrized(child):
+            raise ValueError(
+                f"convert_syncbn_model: {name or 'module'} is a {type(child).__name__}; expected "
+                "batch norms with plain parameters. Convert first and register parametrizations "
+                "on the result, or call torch.nn.utils.parametrize.remove_parametrizations."
+            )
+    return _convert(module, {}, {}, process_group, channel_last, fuse_relu)
+
+
+# What a converted module has of its own, in the attributes of a module.
+_CONTENTS = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
 
 def _is_lazy(module: nn.Module) -> bool:
@@ -53,6 +66,7 @@ def _is_lazy(module: nn.Module) -> bool:
 def _convert(
     module: nn.Module,
     converted: dict[int, nn.Module],
+    clones: dict[int, nn.Parameter],
     process_group: dist.ProcessGroup | None,
     channel_last: bool,
     fuse_relu: bool,
@@ -65,28 +79,31 @@ def _convert(
         group = process_group
         if group is None:
             group = getattr(module, "process_group", None)
-        result = _as_sync_batch_norm(module, group, channel_last, fuse_relu)
+        result = _as_sync_batch_norm(module, clones, group, channel_last, fuse_relu)
     converted[id(module)] = converted[id(result)] = result
     for name, child in module._modules.items():
         if child is not None:
             result._modules[name] = _convert(
-                child, converted, process_group, channel_last, fuse_relu
+                child, converted, clones, process_group, channel_last, fuse_relu
             )
     return result
 
 
 def _as_sync_batch_norm(
     module: _BatchNorm,
+    clones: dict[int, nn.Parameter],
     process_group: dist.ProcessGroup | None,
     channel_last: bool,
     fuse_relu: bool,
 ) -> SyncBatchNorm:
     result = SyncBatchNorm(module.num_features, affine=False, track_running_stats=False)
-    # Everything else a module is: mode, hooks, hyper-parameters, a user's own attributes.
+    # Everything else a module is: mode, hyper-parameters, a user's own attributes, and hooks, whose
+    # dicts are shared: the handles that users hold remove from those.
     for name, value in vars(module).items():
-        vars(result)[name] = copy.copy(value) if isinstance(value, dict | set) else value
+        vars(result)[name] = copy.copy(value) if name in _CONTENTS else value
     for name, parameter in module._parameters.items():
-        result._parameters[name] = None if parameter is None else _clone(parameter)
+        if parameter is not None:
+            result._parameters[name] = clones.setdefault(id(parameter), _clone(parameter))
     result.process_group = process_group
     result.channel_last = channel_last
     result.fuse_relu = fuse_relu

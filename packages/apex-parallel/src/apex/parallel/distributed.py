@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -58,14 +58,17 @@ class DistributedDataParallel(BackwardReduction):
         delay_allreduce: reduce everything once, at the end of backward.
         shared_param: must be None.
         allreduce_trigger_params: parameters of ``module``; the bucket of a dtype leaves when one
-            of them gets its gradient, and ``message_size`` is not looked at.
+            of them gets its gradient, and ``message_size`` is not looked at. An empty list makes
+            one bucket per dtype.
         retain_allreduce_buffers: make gradients views of flat buffers and keep those in
             ``allreduce_buffers``. With ``allreduce_always_fp32`` the 16-bit gradients are views
             of a cast copy, and what is kept is the float32 result.
         allreduce_always_fp32: sum 16-bit gradients in float32 (wider ones as they are).
-        num_allreduce_streams: rotate buckets over so many process groups and, on GPUs, streams.
+        num_allreduce_streams: rotate buckets over so many process groups of the wrapper's own
+            and, on GPUs, streams.
         allreduce_communicators: ``(process groups, streams)`` to rotate over instead of new ones,
-            each group spanning all ranks; streams are None on the CPU. Not pickled.
+            each group spanning all ranks, for no other use; streams are None on the CPU. Not
+            pickled.
         gradient_average: divide by the number of ranks; if False, only ``1 / f`` is applied.
         gradient_predivide_factor: :math:`f > 0`, against overflow of the sum.
         gradient_average_split_factor: has no effect, as ever; a value other than None warns.
@@ -73,16 +76,26 @@ class DistributedDataParallel(BackwardReduction):
 
     Raises:
         RuntimeError: no process group; ranks whose parameters differ in name, shape or dtype; in
-            backward: a second backward after one forward, or another rank has failed.
+            backward: a second backward after one forward, a parameter that was frozen at the last
+            forward, or another rank has failed.
         ValueError: an argument is out of range or contradicts another.
         TypeError: ``module`` is not a module.
         NotImplementedError: in backward, for sparse gradients.
 
     Note:
-        Which parameters require gradients may change between iterations, on all ranks alike.
+        Which parameters require gradients, and their dtypes, may change between iterations, on all
+        ranks alike: before a forward, never between it and its backward.
         Every rank's backward must reach at least one parameter. Call the wrapper, not
-        ``wrapper.module``, for the forward of a reduced backward. A copy made by pickle or
-        deepcopy attaches to the process group at its first training forward.
+        ``wrapper.module``, for the forward of a reduced backward.
+
+        Every wrapper reduces on process groups of its own, so its collectives never mix with
+        those of another wrapper or of SyncBatchNorm. They are made at construction, for a copy
+        made by pickle or deepcopy at the end of its first reduced backward, and taken over by
+        later wrappers once it is garbage. So all ranks must construct their wrappers, and use
+        copies first, in the same order; and where wrappers share a loss, call them in the same
+        order. NCCL asks more: kernels of two groups that ranks launch in different orders may
+        wait for each other for ever. Where ranks use different parameters beside another wrapper
+        or SyncBatchNorm, give ``delay_allreduce=True`` there.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -98,7 +111,7 @@ class DistributedDataParallel(BackwardReduction):
         message_size: int = 10000000,
         delay_allreduce: bool = False,
         shared_param: None = None,
-        allreduce_trigger_params: Sequence[Tensor] | None = None,
+        allreduce_trigger_params: Iterable[Tensor] | None = None,
         retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
         num_allreduce_streams: int = 1,
@@ -110,6 +123,8 @@ class DistributedDataParallel(BackwardReduction):
     ) -> None:
         super().__init__()
         checks.require_process_group(checks.NAME)
+        if allreduce_trigger_params is not None:
+            allreduce_trigger_params = list(allreduce_trigger_params)  # may be an iterator
         checks.check_numbers(message_size, num_allreduce_streams, gradient_predivide_factor)
         checks.check_combination(
             delay_allreduce, shared_param, allreduce_trigger_params, num_allreduce_streams
@@ -122,7 +137,7 @@ class DistributedDataParallel(BackwardReduction):
         self.module = module
         self.message_size = message_size
         self.delay_allreduce, self.prof = delay_allreduce, prof
-        self.allreduce_trigger_params = allreduce_trigger_params and list(allreduce_trigger_params)
+        self.allreduce_trigger_params = allreduce_trigger_params
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.num_allreduce_streams = num_allreduce_streams

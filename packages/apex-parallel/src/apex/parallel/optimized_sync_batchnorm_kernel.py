@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from .syncbn import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw, statistics_dtype
-from .syncbn.arrange import affine_vectors, arrangement_of, channels_of, check_operands
+from .syncbn.arrange import (
+    NAME,
+    Arrangement,
+    affine_vectors,
+    arrangement_of,
+    channels_of,
+    check_operands,
+)
 from .syncbn.statistics import batch_statistics, reduce_sums, update_running
+
+
+class _NoSecondDerivative(Function):
+    """Passes gradients through, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        # No views: autograd would refuse in-place changes of them.
+        return tuple(t if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            f"{NAME}: the gradient cannot be differentiated again. Use torch.nn.BatchNorm2d, or "
+            "the like, where a second derivative is needed."
+        )
+
+
+def not_twice_differentiable(backward: Callable) -> Callable:
+    """Decorate a function's ``backward``: its gradients raise where they are differentiated.
+
+    ``once_differentiable`` would do that only where the incoming gradient itself requires one; a
+    gradient penalty on ``y.sum()`` would be ignored in silence. What the gradients depend on must
+    be among the saved tensors as the function got it: a copy leads to nobody.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grad_outputs)
+        with torch.no_grad():
+            grads = backward(ctx, *grad_outputs)
+        return _NoSecondDerivative.apply(len(grads), *grads, *grad_outputs, *ctx.saved_tensors)
+
+    return wrapped
 
 
 class SyncBatchnormFunction(Function):
@@ -68,18 +111,19 @@ class SyncBatchnormFunction(Function):
             count = None
         w, b = affine_vectors(x, channels_of(input, channel_last), weight, bias)
         out = batchnorm_forward(x, added, mean, inv_std, w, b, layout.channel_last, fuse_relu)
-        ctx.save_for_backward(
-            x, weight, mean, inv_std, count, *((bias, added) if fuse_relu else (None, None))
-        )
+        copy = copy_of(input, x, layout)
+        relu_operands = (bias, added) if fuse_relu else (None, None)
+        ctx.save_for_backward(input, copy, weight, mean, inv_std, count, *relu_operands)
         ctx.process_group, ctx.fuse_relu = process_group, fuse_relu
         ctx.bias_dtype = None if bias is None else bias.dtype
         return layout.output(out)
 
     @staticmethod
-    @once_differentiable
+    @not_twice_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, z, weight and bias; the latter two of this rank's elements alone."""
-        x, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
+        input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
+        x = ctx.layout.arrange(input) if copy is None else copy
         dy = ctx.layout.arrange(grad_output.to(x.dtype))
         channel_last = ctx.layout.channel_last
         w, b = affine_vectors(x, mean.numel(), weight, bias)
@@ -97,6 +141,11 @@ class SyncBatchnormFunction(Function):
             grad_bias = sum_dy.to(ctx.bias_dtype)
         grad_z = ctx.layout.restore(dy) if ctx.needs_input_grad[1] else None
         return grad_input, grad_z, grad_weight, grad_bias, *[None] * 8
+
+
+def copy_of(input: Tensor, x: Tensor, layout: Arrangement) -> Tensor | None:
+    """``x``, which is ``input`` arranged, if that took a copy: backward need not make another."""
+    return None if layout.moved or input.is_contiguous() else x
 
 
 def given_statistics(

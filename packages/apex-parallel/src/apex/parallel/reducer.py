@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .ddp.broadcast import broadcast_parameters
-from .ddp.checks import require_process_group
+from .ddp.checks import parameters_device, require_process_group
 from .ddp.lanes import Lane
 from .ddp.reduction import BucketReduction, ReductionOptions, has_grad
 from .flat_tensors import extract_tensors, flat_dist_call, split_by_type
@@ -43,7 +43,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            broadcast_parameters(self.module)
+            broadcast_parameters(self.module, "Reducer")
         else:
             extract_tensors(module_or_grads_list, self.grads)
 
@@ -56,9 +56,22 @@ class Reducer:
         if self.module is None:
             flat_dist_call([grad.detach() for grad in self.grads], dist.all_reduce)
             return
-        params = [param for param in self.module.parameters() if param.requires_grad]
+        params = self._params_to_reduce(list(self.module.parameters()))
         options = ReductionOptions(world_size=dist.get_world_size())
         lane = Lane(dist.group.WORLD, None, torch.device("cpu"))
         for bucket in split_by_type(params).values():
             is_new = [has_grad(param) for param in bucket]
             BucketReduction(bucket, is_new, lane, options).finish(retain=False)
+
+    def _params_to_reduce(self, params: list[Tensor]) -> list[Tensor]:
+        """Those that require gradients, and frozen ones that have one left on some rank."""
+        frozen = [param for param in params if not param.requires_grad]
+        if not frozen:
+            return params
+        device = parameters_device(self.module, "Reducer")
+        ranks_with = torch.tensor([has_grad(param) for param in frozen], dtype=torch.int64)
+        ranks_with = ranks_with.to(device)
+        dist.all_reduce(ranks_with)
+        pairs = zip(frozen, ranks_with.tolist(), strict=True)
+        with_grad = {id(param) for param, count in pairs if count}
+        return [param for param in params if param.requires_grad or id(param) in with_grad]

@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from .optimized_sync_batchnorm_kernel import given_statistics, input_gradient
+from .optimized_sync_batchnorm_kernel import (
+    copy_of,
+    given_statistics,
+    input_gradient,
+    not_twice_differentiable,
+)
 from .syncbn import batchnorm_forward, reduce_bn
 from .syncbn.arrange import affine_vectors, arrangement_of, channels_of, check_operands
 from .syncbn.statistics import group_size
@@ -49,15 +53,16 @@ class SyncBatchnormFunction(Function):
         mean, inv_std = given_statistics(running_mean, running_variance, eps, x.dtype)
         w, b = affine_vectors(x, channels_of(input, False), weight, bias)
         out = batchnorm_forward(x, None, mean, inv_std, w, b, layout.channel_last, False)
-        ctx.save_for_backward(x, weight, mean, inv_std)
+        ctx.save_for_backward(input, copy_of(input, x, layout), weight, mean, inv_std)
         ctx.process_group, ctx.bias_dtype = process_group, None if bias is None else bias.dtype
         return layout.output(out)
 
     @staticmethod
-    @once_differentiable
+    @not_twice_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight and bias; the latter two of this rank's elements alone."""
-        x, weight, mean, inv_std = ctx.saved_tensors
+        input, copy, weight, mean, inv_std = ctx.saved_tensors
+        x = ctx.layout.arrange(input) if copy is None else copy
         dy = ctx.layout.arrange(grad_output.to(x.dtype))
         sum_dy, sum_dy_xmu = reduce_bn(dy, x, mean, ctx.layout.channel_last)
         grad_input = grad_weight = grad_bias = None

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import ops
 
@@ -26,7 +25,8 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
 
     which is ``F.cross_entropy(logits, labels, label_smoothing=s, reduction="none")``, but for the
     padding. Neither probabilities nor their logarithms are stored: the forward pass reads the
-    logits once, the backward pass reads them again and writes the gradient.
+    logits once, the backward pass reads them again and writes the gradient. A gradient that is
+    taken with ``create_graph=True`` is computed by plain PyTorch and can be differentiated again.
 
     .. warning::
         **``padding_idx`` is 0 unless you say otherwise: every row with label 0 then has loss 0 and
@@ -84,13 +84,40 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the logits; ``grad_losses`` ``[N]`` is only read."""
-        grad_logits = ops.softmax_xentropy_backward(
-            grad_losses, *ctx.saved_tensors, ctx.smoothing, ctx.padding_idx
-        )
+        if torch.is_grad_enabled():
+            logits, _, _, labels = ctx.saved_tensors
+            grad_logits = _plain_gradient(
+                grad_losses, logits, labels, ctx.smoothing, ctx.padding_idx
+            )
+        else:
+            grad_logits = ops.softmax_xentropy_backward(
+                grad_losses, *ctx.saved_tensors, ctx.smoothing, ctx.padding_idx
+            )
         return grad_logits, None, None, None, None
+
+
+def _plain_gradient(
+    grad_losses: Tensor, logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int | None
+) -> Tensor:
+    """Return what ``softmax_xentropy_backward`` does, differentiable any number of times."""
+    labels = labels[:, None]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    grad = grad_losses[:, None].to(wide.dtype)
+    if padding_idx is not None:
+        # Before the arithmetic: 0 times a NaN of a padding row would not be 0.
+        wide = wide.masked_fill(labels == padding_idx, 0)
+        grad = grad.masked_fill(labels == padding_idx, 0)
+    classes = logits.shape[1]
+    is_label = torch.arange(classes, device=logits.device) == labels
+    target = is_label.to(wide.dtype) * (1 - smoothing) + smoothing / classes
+    # A label that is no class reaches this on a GPU alone.
+    no_class = (labels < 0) | (labels >= classes)
+    if padding_idx is not None:
+        no_class = no_class & (labels != padding_idx)
+    grad = grad.masked_fill(no_class, torch.nan)
+    return (grad * (wide.softmax(1) - target)).to(logits.dtype)
 
 
 def _check(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> None:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..flat_tensors import flatten, split_by_type, unflatten
+from ..flat_tensors import flatten, unflatten
 from . import checks, plan
 from .broadcast import broadcast_parameters
 from .lanes import Lane, current_stream, profiled
-from .reduction import BucketReduction, FlatReduction, has_grad
+from .reduction import BucketReduction, FlatReduction, gradient_dtype, has_grad
 from .slots import BucketSlots
 from .state import ReductionModule
 
@@ -26,16 +26,21 @@ class BackwardReduction(ReductionModule):
         """Take rank 0's parameters, and watch gradients from now on."""
         broadcast_parameters(self.module)
         self._connect()
+        self._open_lanes()
         self.create_hooks()
 
     def _prepare_backward(self) -> None:
-        if not self._lanes:
+        if self._world is None or self._world() is not dist.group.WORLD:
             self._connect()
         active = [param for param in self.module.parameters() if param.requires_grad]
-        changed = [id(param) for param in active] != [id(param) for param in self.active_params]
+        dtypes = [gradient_dtype(param) for param in active]
+        changed = dtypes != self._active_dtypes or (
+            [id(param) for param in active] != [id(param) for param in self.active_params]
+        )
         self._delayed = self.delay_allreduce
         if changed or self.needs_refresh or not (self._delayed or self._slots):
             self.active_params, self._slots, self.needs_refresh = active, None, True
+            self._active_dtypes = dtypes
             self._index_of = {id(param): index for index, param in enumerate(active)}
             self._planner, self.allreduce_buffers = self._new_planner(), []
         if changed:
@@ -48,9 +53,15 @@ class BackwardReduction(ReductionModule):
         self._forward_done, self._reducing = True, False
 
     def create_hooks(self) -> None:
-        """Watch the gradients of all parameters that require them."""
-        for handle in self._hooks:
-            handle.remove()
+        """Watch the gradients of all parameters that require them, or did at an earlier forward.
+
+        A graph made before a parameter was frozen still brings its gradient once it is unfrozen.
+        """
+        params = list(self.module.parameters())
+        frozen = {id(param) for param in params if not param.requires_grad}
+        for key, handle in self._hooks.items():
+            if key not in frozen:
+                handle.remove()
         owner = weakref.ref(self)  # parameters must not keep their wrapper alive
 
         def on_gradient(param: Tensor) -> None:
@@ -63,8 +74,11 @@ class BackwardReduction(ReductionModule):
             with profiled("allreduce_hook"), profiled("comm_ready_buckets"):
                 wrapper.comm_ready_buckets(param)
 
-        params = [param for param in self.module.parameters() if param.requires_grad]
-        self._hooks = [param.register_post_accumulate_grad_hook(on_gradient) for param in params]
+        self._hooks = {key: handle for key, handle in self._hooks.items() if key in frozen} | {
+            id(param): param.register_post_accumulate_grad_hook(on_gradient)
+            for param in params
+            if param.requires_grad
+        }
 
     def _queue_end_of_backward(self, _gradient: Tensor | None = None) -> None:
         """Have the engine call :meth:`_finish_backward` when the running backward ends.
@@ -90,18 +104,25 @@ class BackwardReduction(ReductionModule):
                 "reduction. Call forward once for each backward that is reduced, or accumulate "
                 "gradients locally with disable_allreduce()."
             )
+        index = self._index_of.get(id(param))
+        if index is None:
+            raise RuntimeError(
+                f"{checks.NAME}: a parameter of shape {list(param.shape)} got a gradient, but was "
+                "frozen (requires_grad=False) at the last forward through the wrapper, so ranks "
+                "have not agreed to reduce it. Freeze and unfreeze before a forward, and call "
+                "backward before the next freezing."
+            )
         self._queue_end_of_backward()
         if not self._reducing:  # setting an attribute of a module costs 3 us
             self._reducing = True
         if self._delayed:
             return
-        index = self._index_of[id(param)]
         if self._slots is None:
             self._planner.add(index)
             return
         if self.main_stream is not None:
             self._gradient_streams.add(current_stream(self._device))
-        for bucket_idx in self._slots.fill(index, param.grad):
+        for bucket_idx in self._slots.fill(index, param.shape):
             self._launch(bucket_idx)
 
     def _finish_backward(self) -> None:
@@ -110,6 +131,9 @@ class BackwardReduction(ReductionModule):
             return  # autograd.grad through an output: no parameter got a gradient
         self._reducing = self._forward_done = False
         try:
+            if not self._lanes:
+                self._open_lanes()
+            self._settle(False)
             if self.needs_refresh:
                 self._agree_on_parameters()
             if self._delayed:
@@ -120,6 +144,7 @@ class BackwardReduction(ReductionModule):
                 for bucket_idx in self._slots.take_remaining():
                     self._launch(bucket_idx)
             self._finish_pending()
+            self._settle(True)
         finally:
             self._pending.clear()
         self.needs_refresh = False
@@ -129,13 +154,15 @@ class BackwardReduction(ReductionModule):
 
     def _agree_on_parameters(self) -> None:
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        checks.check_same_on_all_ranks(named, "the parameters that require gradients", self._device)
+        checks.check_same_on_all_ranks(
+            named, "the parameters that require gradients", self._device, self._lanes[0].group
+        )
 
     def sync_bucket_structure(self) -> None:
         """Make rank 0's buckets everybody's."""
         count = len(self.active_params)
         numbers = torch.tensor(plan.encode(self._planner.plan(), count), device=self._device)
-        dist.broadcast(numbers, 0)
+        dist.broadcast(numbers, 0, group=self._lanes[0].group)
         self._slots = BucketSlots(plan.decode(numbers.tolist(), count))
 
     def _launch(self, bucket_idx: int) -> None:
@@ -147,11 +174,13 @@ class BackwardReduction(ReductionModule):
 
     def _lane(self, bucket_idx: int, force_default_stream: bool = False) -> Lane:
         if force_default_stream:
-            return Lane(dist.group.WORLD, None, self._device)
+            return Lane(self._lanes[0].group, None, self._device)
         return self._lanes[bucket_idx % len(self._lanes)]
 
     def _reduce(self, params: Sequence[Tensor], bucket_idx: int, lane: Lane) -> None:
-        is_new = [id(param) in self._with_news for param in params]
+        # What accumulated locally may have been discarded by zero_grad since.
+        is_new = [id(param) in self._with_news and param.grad is not None for param in params]
+        self._settle(False)
         after = {*self._gradient_streams, current_stream(self._device)}
         reduction = BucketReduction(params, is_new, lane, self._options(), after)
         self._pending.append((bucket_idx, reduction))
@@ -171,7 +200,10 @@ class BackwardReduction(ReductionModule):
     def allreduce_fallback(self) -> None:
         """Reduce all gradients at once, one flat buffer per dtype, and wait for the result."""
         lane = self._lane(0, force_default_stream=True)
-        for bucket_idx, params in enumerate(split_by_type(self.active_params).values()):
+        buckets: dict[torch.dtype, list[Tensor]] = {}
+        for param, dtype in zip(self.active_params, self._active_dtypes, strict=True):
+            buckets.setdefault(dtype, []).append(param)
+        for bucket_idx, params in enumerate(buckets.values()):
             self._reduce(params, bucket_idx, lane)
         self._finish_pending()
 
@@ -182,7 +214,7 @@ class BackwardReduction(ReductionModule):
 
         Args:
             bucket_idx: chooses the stream and process group.
-            force_default_stream: use the current stream and the default group instead.
+            force_default_stream: use the current stream and the first process group instead.
         """
         lane = self._lane(bucket_idx, force_default_stream)
         with torch.no_grad(), lane.entered([current_stream(self._device)]):

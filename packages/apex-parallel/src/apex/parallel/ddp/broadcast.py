@@ -6,16 +6,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ..flat_tensors import flat_dist_call
-from .checks import check_same_on_all_ranks, parameters_device
+from .checks import NAME, check_same_on_all_ranks, parameters_device
 
 
-def broadcast_parameters(module: nn.Module) -> None:
+def broadcast_parameters(module: nn.Module, owner: str = NAME) -> None:
     """Overwrite all parameters by rank 0's, in one flat broadcast per dtype; buffers stay.
+
+    Args:
+        owner: whose errors these are.
 
     Raises:
         RuntimeError: the ranks' parameters differ in name, shape or dtype.
     """
-    device = parameters_device(module)
-    check_same_on_all_ranks(module.named_parameters(), "the parameters", device)
+    device = parameters_device(module, owner)
+    check_same_on_all_ranks(module.named_parameters(), "the parameters", device, owner=owner)
     params = [param.detach() for param in module.parameters()]
     flat_dist_call(params, dist.broadcast, (0,))

@@ -105,7 +105,7 @@ def check_communicators(
             )
 
 
-def parameters_device(module: nn.Module) -> torch.device:
+def parameters_device(module: nn.Module, owner: str = NAME) -> torch.device:
     """The one device of all parameters (the CPU if there are none).
 
     Raises:
@@ -114,24 +114,24 @@ def parameters_device(module: nn.Module) -> torch.device:
             while the process group is NCCL's.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{NAME}: module must be a torch.nn.Module, got {type(module).__name__}.")
+        raise TypeError(f"{owner}: module must be a torch.nn.Module, got {type(module).__name__}.")
     nccl_only = str(dist.get_backend()) == "nccl"
     first: tuple[str, torch.device] | None = None
     for name, param in module.named_parameters():
         if nn.parameter.is_lazy(param) or param.is_meta:
             raise ValueError(
-                f"{NAME}: parameter {name} of module has no values yet. Run one forward of a lazy "
+                f"{owner}: parameter {name} of module has no values yet. Run one forward of a lazy "
                 "module, or materialise a meta module, before wrapping it."
             )
         if nccl_only and param.device.type == "cpu":
             raise ValueError(
-                f"{NAME}: parameter {name} of module is on the CPU, and the process group is "
+                f"{owner}: parameter {name} of module is on the CPU, and the process group is "
                 "NCCL's, which reduces GPU tensors. Move the module to a GPU or use gloo."
             )
         first = first or (name, param.device)
         if param.device != first[1]:
             raise ValueError(
-                f"{NAME}: parameter {name} of module is on {param.device}, but {first[0]} is on "
+                f"{owner}: parameter {name} of module is on {param.device}, but {first[0]} is on "
                 f"{first[1]}. All parameters must be on one device."
             )
     return first[1] if first else torch.device("cpu")
@@ -154,7 +154,11 @@ def check_triggers(triggers: Sequence[Tensor] | None, module: nn.Module) -> None
 
 
 def check_same_on_all_ranks(
-    named_params: Iterable[tuple[str, Tensor]], what: str, device: torch.device
+    named_params: Iterable[tuple[str, Tensor]],
+    what: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    owner: str = NAME,
 ) -> None:
     """Compare names, shapes and dtypes over ranks, so that a mismatch cannot become a hang.
 
@@ -165,11 +169,11 @@ def check_same_on_all_ranks(
     digest = hashlib.sha256(text.encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine)
+    dist.all_gather(theirs, mine, group=group)
     rows = [row.tolist() for row in theirs]
     different = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if different:
         raise RuntimeError(
-            f"{NAME}: {what} of ranks {different} differ from those of rank 0 in name, shape or "
+            f"{owner}: {what} of ranks {different} differ from those of rank 0 in name, shape or "
             "dtype. Every rank must build the same model and freeze the same parameters."
         )

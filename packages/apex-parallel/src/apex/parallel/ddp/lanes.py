@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,19 +51,12 @@ def current_stream(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
 
 
-def make_lanes(
-    count: int, communicators: tuple[list[Any], list[Any]] | None, device: torch.device
-) -> list[Lane]:
-    """One lane per stream; creates the process groups (a collective call) and streams not given.
+def make_lanes(groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Lane]:
+    """One lane per process group, with a new stream on accelerators.
 
     Args:
-        count: number of lanes, ``>= 1``.
-        communicators: ``(process groups, streams)``, each ``count`` long, or None.
         device: where the gradients live.
     """
-    if communicators is not None:
-        return [Lane(group, stream, device) for group, stream in zip(*communicators, strict=True)]
-    groups = [dist.group.WORLD] + [dist.new_group() for _ in range(count - 1)]
     if device.type == "cpu":
         return [Lane(group, None, device) for group in groups]
     make_stream = torch.get_device_module(device).Stream

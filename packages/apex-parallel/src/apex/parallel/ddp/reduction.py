@@ -66,7 +66,7 @@ class BucketReduction:
     that lacks a gradient reads it, hence no device synchronisation otherwise.
 
     Args:
-        params: the parameters of the bucket, one dtype and device.
+        params: the parameters of the bucket, whose gradients have one dtype and device.
         is_new: for each, whether this rank added to its gradient since the last reduction.
         after: accelerator streams that may still write the gradients.
     """
@@ -84,8 +84,12 @@ class BucketReduction:
         self._home_stream = current_stream(params[0].device)
         with torch.no_grad(), lane.entered(after):
             pieces = [
-                param.grad if has_grad(param) else torch.zeros_like(param) for param in params
+                param.grad
+                if has_grad(param)
+                else torch.zeros_like(param, dtype=gradient_dtype(param))
+                for param in params
             ]
+            self._grad_dtype = pieces[0].dtype
             lane.keep_until_done(pieces)
             flat = flatten([*pieces, self._news_counts(pieces[0])])
             self._reduction = FlatReduction(flat, self._numel, lane, options)
@@ -103,14 +107,14 @@ class BucketReduction:
 
         Returns:
             With ``retain``, the flat result ``[sum of numel]`` in the dtype of the reduction.
-            Where that is wider than the parameters', gradients are views of a cast copy.
+            Where that is wider than the gradients', they are views of a cast copy.
         """
         with torch.no_grad(), self._lane.entered():
             flat = self._reduction.wait()
             values, counts = flat[: self._numel], flat[self._numel :]
             used = self._is_new if all(self._is_new) else [n != 0 for n in counts.tolist()]
             chosen = [i for i in range(len(used)) if used[i]]
-            source = values.to(self._params[0].dtype) if retain else values
+            source = values.to(self._grad_dtype) if retain else values
             views = unflatten(source, self._params)
             self._write([self._params[i] for i in chosen], [views[i] for i in chosen], retain)
             if retain:
@@ -125,7 +129,7 @@ class BucketReduction:
             return
         for param in params:
             if param.grad is None:
-                param.grad = torch.empty_like(param)
+                param.grad = torch.empty_like(param, dtype=self._grad_dtype)
                 self._hand_over(param.grad)
         if params:
             torch._foreach_copy_([param.grad for param in params], views)
@@ -135,6 +139,11 @@ class BucketReduction:
         if self._lane.stream is not None:
             for tensor in tensors:
                 tensor.record_stream(self._home_stream)
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of the gradients of ``param``, its own unless ``grad_dtype`` says otherwise."""
+    return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def has_grad(param: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
 
 from .plan import Plan
 
@@ -24,13 +24,14 @@ class BucketSlots:
 
     def clear(self) -> None:
         """Empty all slots, for a new backward."""
-        self.buckets: list[list[Tensor | None]] = [[None] * size for size in self.bucket_sizes]
+        # Flags: the gradients themselves would stay in memory until the next backward.
+        self.arrived = [[False] * size for size in self.bucket_sizes]
         self.ready_buckets_not_reduced: set[int] = set()
         self.next_bucket = 0
         self._missing = list(self.bucket_sizes)
 
-    def fill(self, index: int, grad: Tensor) -> list[int]:
-        """Put the gradient of parameter ``index`` into its slot.
+    def fill(self, index: int, shape: Sequence[int]) -> list[int]:
+        """Note that the gradient of parameter ``index``, of ``shape``, has arrived.
 
         Returns:
             The buckets that may leave now, in order.
@@ -39,13 +40,13 @@ class BucketSlots:
             RuntimeError: the slot is taken.
         """
         bucket, slot = self._place[index]
-        if self.buckets[bucket][slot] is not None:
+        if self.arrived[bucket][slot]:
             raise RuntimeError(
-                f"DistributedDataParallel: parameter {index} (shape {list(grad.shape)}) got its "
+                f"DistributedDataParallel: parameter {index} (shape {list(shape)}) got its "
                 "gradient twice in one backward, for instance because it is used inside and "
                 "outside of a reentrant checkpoint. Use delay_allreduce=True for such models."
             )
-        self.buckets[bucket][slot] = grad
+        self.arrived[bucket][slot] = True
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0:
             self.ready_buckets_not_reduced.add(bucket)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks
+from .groups import OwnGroup, take_groups
 from .lanes import Lane, make_lanes
 from .plan import BucketPlanner, Plan
 from .reduction import BucketReduction, ReductionOptions
@@ -23,13 +24,16 @@ class RuntimeState:
 
     world_size: float | None = None  # None until attached to a process group
     active_params: list[Tensor] = field(default_factory=list)  # require gradients, in order
+    _active_dtypes: list[torch.dtype] = field(default_factory=list)  # of their gradients
     needs_refresh: bool = True  # the next backward agrees on buckets
     allreduce_buffers: list[Tensor | None] = field(default_factory=list)  # by bucket, if retained
     main_stream: Any = None  # the accelerator stream of the last forward
     allreduce_communicators: Any = None
     _device: torch.device | None = None
+    _world: weakref.ref | None = None  # the default process group when last attached
     _lanes: list[Lane] = field(default_factory=list)
-    _hooks: list[Any] = field(default_factory=list)
+    _own_groups: list[OwnGroup] = field(default_factory=list)  # those of the lanes, if not given
+    _hooks: dict[int, Any] = field(default_factory=dict)  # id(param) -> handle
     _slots: BucketSlots | None = None  # None until ranks have agreed on buckets
     _planner: BucketPlanner | None = None  # records a backward while there are no slots
     _index_of: dict[int, int] = field(default_factory=dict)  # id(param) -> index in active_params
@@ -54,19 +58,36 @@ class ReductionModule(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore module, options and hooks; the first training forward attaches to the group."""
+        """Restore module, options and hooks; the first reduced backward opens the lanes."""
         super().__setstate__(state)
         self._reset_runtime()
         self.create_hooks()
 
     def _connect(self) -> None:
-        """Attach to the process group; collective when several streams need groups of their own."""
+        """Attach to the default process group, which may have been destroyed and made again."""
         checks.require_process_group(checks.NAME)
         self._device = checks.parameters_device(self.module)
-        self._lanes = make_lanes(
-            self.num_allreduce_streams, self.allreduce_communicators, self._device
-        )
+        self._lanes, self._own_groups = [], []
+        self._slots, self.needs_refresh = None, True
+        self._world = weakref.ref(dist.group.WORLD)
         self.world_size = float(dist.get_world_size())
+
+    def _open_lanes(self) -> None:
+        """Get process groups and streams, a collective call.
+
+        Not part of attaching, so that one rank may run a copy, for instance to evaluate it.
+        """
+        if self.allreduce_communicators is not None:
+            pairs = zip(*self.allreduce_communicators, strict=True)
+            self._lanes = [Lane(group, stream, self._device) for group, stream in pairs]
+            return
+        self._own_groups = take_groups(self.num_allreduce_streams, self, self._device)
+        self._lanes = make_lanes([own.group for own in self._own_groups], self._device)
+
+    def _settle(self, settled: bool) -> None:
+        """Note whether the collectives begun on the wrapper's own groups have all ended well."""
+        for own in self._own_groups:
+            own.settled = settled
 
     def _options(self) -> ReductionOptions:
         return ReductionOptions(
@@ -82,7 +103,7 @@ class ReductionModule(nn.Module):
             triggers = checks.trigger_indices(triggers, self.active_params)
         return BucketPlanner(
             numels=[param.numel() for param in self.active_params],
-            kinds=[param.dtype for param in self.active_params],
+            kinds=self._active_dtypes,
             message_size=self.message_size,
             triggers=triggers,
         )
@@ -99,7 +120,13 @@ class ReductionModule(nn.Module):
     @property
     def buckets(self) -> list[list[Tensor | None]]:
         """The gradients that have arrived, by bucket and slot; empty before the first backward."""
-        return self._slots.buckets if self._slots else []
+        if not self._slots:
+            return []
+        grads = [param.grad for param in self.active_params]
+        return [
+            [grads[i] if arrived else None for i, arrived in zip(bucket, flags, strict=True)]
+            for bucket, flags in zip(self.active_i_buckets, self._slots.arrived, strict=True)
+        ]
 
     @property
     def bucket_sizes(self) -> list[int]:

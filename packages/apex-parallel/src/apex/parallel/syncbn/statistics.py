@@ -11,10 +11,21 @@ from .ops import welford_mean_var, welford_parallel
 
 
 def group_size(process_group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of a group, None being the world; 1 without ``torch.distributed``."""
+    """Number of ranks of a group, None being the world; 1 without ``torch.distributed``.
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 1
-    return dist.get_world_size(process_group)
+    size = dist.get_world_size(process_group)
+    if size < 1:
+        raise ValueError(
+            f"{NAME}: rank {dist.get_rank()} is not in process_group; expected a group that this "
+            "rank shares statistics with. Give every rank the group it is in, as "
+            "create_syncbn_process_group does, or None for all ranks."
+        )
+    return size
 
 
 def gather_statistics(

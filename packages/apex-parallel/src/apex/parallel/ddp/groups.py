@@ -1,0 +1,60 @@
+"""Process groups of the wrappers' own, taken over by later wrappers when theirs is gone."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class OwnGroup:
+    """A process group of all ranks that one owner at a time runs collectives on."""
+
+    group: dist.ProcessGroup
+    owner: weakref.ref
+    settled: bool = True  # no collective on it is under way or has failed
+
+    def is_free(self) -> bool:
+        """Whether this rank could do without it."""
+        return self.settled and self.owner() is None
+
+
+# By default process group; forgotten with it.
+_groups: weakref.WeakKeyDictionary[Any, list[OwnGroup]] = weakref.WeakKeyDictionary()
+
+
+def take_groups(count: int, owner: object, device: torch.device) -> list[OwnGroup]:
+    """``count`` groups for ``owner`` alone, until it is garbage; a collective call.
+
+    On the default group, ranks whose backwards differ would mix the order of a wrapper's
+    collectives with those of other wrappers and of SyncBatchNorm. When an owner is collected
+    differs between ranks, so they agree on which groups are free; never destroying one keeps
+    collectives out of the garbage collector.
+
+    Args:
+        device: a device that the default group reduces tensors of.
+    """
+    known = _groups.setdefault(dist.group.WORLD, [])
+    free: list[OwnGroup] = []
+    if known:
+        votes = torch.tensor([own.is_free() for own in known], dtype=torch.int64, device=device)
+        dist.all_reduce(votes, dist.ReduceOp.MIN)
+        free = [own for own, vote in zip(known, votes.tolist(), strict=True) if vote]
+    timeout = _timeout(device)
+    while len(free) < count:
+        known.append(OwnGroup(dist.new_group(timeout=timeout), weakref.ref(owner)))
+        free.append(known[-1])
+    for own in free[:count]:
+        own.owner = weakref.ref(owner)
+    return free[:count]
+
+
+def _timeout(device: torch.device) -> timedelta | None:
+    """The default group's, which ``new_group`` does not pass on; None where it does not tell."""
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
