@@ -105,6 +105,7 @@ def test_prebuilt_kernels_need_no_list(op, h100, tmp_path, monkeypatch, listed):
     assert fitting.available(op.folder, "cuda")
     other = prebuilt_wheel(tmp_path, monkeypatch, "cuda", ["sm_80", "sm_100"])
     assert other._prebuilt(op, "cuda") is None
+    monkeypatch.setenv("APEX_JIT", "1")
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: sys.executable)
     assert other.available(op.folder, "cuda")
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
