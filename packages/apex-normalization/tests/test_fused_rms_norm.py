@@ -12,6 +12,7 @@ from apex.normalization.fused_layer_norm import (
     mixed_dtype_fused_rms_norm_affine,
 )
 from apex_testkit import FLOATS, LAYOUTS, SHAPES, assert_as_accurate_as
+from apex_testkit.devices import runs_gpu_kernels
 
 EPS = 1e-5
 # In a single column nearly everything cancels; test_one_column is about that.
@@ -156,8 +157,10 @@ def test_layouts(layout, device):
     x, weight, dy = operands((6, 67), torch.float16, device)
     expected = outputs_and_grads(apex_norm, x, weight, dy)
     actual = outputs_and_grads(apex_norm, layout(x), layout(weight), layout(dy))
+    check(actual, x, weight, dy)
     for e, a in zip(expected, actual, strict=True):
-        assert torch.equal(e, a)
+        # On a GPU threads take other columns where rows do not begin at 16 bytes.
+        assert torch.equal(e, a) or runs_gpu_kernels(device)
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True])
