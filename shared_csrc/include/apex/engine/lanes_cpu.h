@@ -67,14 +67,16 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
       // Copies: stores of words could change what `this` points to, for all the compiler knows.
       const BFloat16* sources[] = {source<I, Views>()...};
       BFloat16* targets[] = {target<I, Views>()...};
+      alignas(64) T slots[sizeof...(Views)][kPack];
       APEX_VECTORIZE
       for (int word = 0; word < kPack / 2; ++word) {
         T even[] = {read_half<Views, false>(sources[I], word)...};
         T odd[] = {read_half<Views, true>(sources[I], word)...};
         body(word, even[I]...);
         body(word + kPack / 2, odd[I]...);
-        (write_word<Views>(targets[I], word, even[I], odd[I]), ...);
+        (write_word<Views>(targets[I], slots[I], word, even[I], odd[I]), ...);
       }
+      (round_slots<I, Views>(slots[I]), ...);
     } else {
       APEX_VECTORIZE
       for (int lane = 0; lane < kPack; ++lane) {
@@ -135,8 +137,27 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   }
 
   template <class View>
-  APEX_HD static void write_word(BFloat16* target, int word, T even, T odd) {
-    if constexpr (View::kWritten) store_word(target, word, even, odd);
+  APEX_HD static void write_word(BFloat16* target, T (&slots)[kPack], int word, T even, T odd) {
+    if constexpr (kBySlot<View>) {
+      slots[word] = even;
+      slots[word + kPack / 2] = odd;
+    } else if constexpr (View::kWritten) {
+      store_word(target, word, even, odd);
+    }
+  }
+
+  template <size_t K, class View>
+  APEX_HD void round_slots(const T (&slots)[kPack]) const {
+    if constexpr (kBySlot<View>) {
+#if defined(__AVX512F__)
+      BFloat16* target = source<K, View>();
+      if (streamed_[K]) {
+        store_slots<true>(target, slots, kRoundsBFloat16);
+      } else {
+        store_slots<false>(target, slots, kRoundsBFloat16);
+      }
+#endif
+    }
   }
 
   template <size_t K, class View>
@@ -166,7 +187,7 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
       if constexpr (sizeof...(Count) == 0) store_pack(target, buffers_[K]);
       if constexpr (sizeof...(Count) == 1) store_some(target, buffers_[K], count...);
     }
-    if constexpr (View::kWritten && sizeof...(Count) == 0) {
+    if constexpr (View::kWritten && !kBySlot<View> && sizeof...(Count) == 0) {
       constexpr int kBytes = kPack * sizeof(typename View::storage);
       if (streamed_[K]) stream_bytes<kBytes>(source<K, View>(), targets_[K]);
     }
@@ -185,6 +206,15 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
       targets_[K] = streamed_[K] ? static_cast<void*>(outgoing_[K]) : source<K, View>();
     }
   }
+
+  // Whether each() writes whole packs of a view at once.
+  template <class View>
+  static constexpr bool kBySlot =
+#if defined(__AVX512F__)
+      kPaired && View::kWritten;
+#else
+      false;
+#endif
 
   static constexpr bool kAnyBuffered = (kBuffered<Views, T> || ...);
   static constexpr bool kAnyWritten = (Views::kWritten || ...);

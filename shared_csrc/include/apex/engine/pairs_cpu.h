@@ -8,6 +8,7 @@
 #include <bit>
 
 #include "apex/core/pack.h"
+#include "apex/engine/stream_cpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -31,6 +32,57 @@ APEX_HD void store_word(BFloat16* elements, int word, float even, float odd) {
   uint32_t bits = low | (high & 0xffff0000u);
   memcpy(elements + 2 * word, &bits, sizeof(bits));
 }
+
+#if defined(__AVX512F__)
+// Whether the processor has an instruction that rounds floats to bfloat16. No ISA level promises
+// it, hence the assembly below: compilers would want a level of its own.
+inline const bool kRoundsBFloat16 = [] {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16") != 0;
+}();
+
+// store_word() for a pack whose floats lie by slot. With kStreamed, `elements` is a multiple of 64
+// bytes.
+template <bool kStreamed>
+APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool by_instruction) {
+  constexpr int kWords = kPack / 2, kVector = 16;
+  auto store = [&](int word, __m512i bits) {
+    if constexpr (kStreamed) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(elements + 2 * word), bits);
+    } else {
+      _mm512_storeu_si512(elements + 2 * word, bits);
+    }
+  };
+  // The instruction takes subnormal numbers for zero and keeps the bits of a NaN.
+  constexpr int kQuietNaN = 0x01, kSubnormal = 0x20, kSignalingNaN = 0x80;
+  __mmask16 others = 0;
+  for (int slot = 0; slot < kPack; slot += kVector) {
+    constexpr int kOthers = kQuietNaN | kSubnormal | kSignalingNaN;
+    others = _kor_mask16(others, _mm512_fpclass_ps_mask(_mm512_load_ps(slots + slot), kOthers));
+  }
+  if (by_instruction && _kortestz_mask16_u8(others, others)) {
+    alignas(64) static constexpr uint16_t kInTurn[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i in_turn = _mm512_load_si512(kInTurn);
+    for (int word = 0; word < kWords; word += kVector) {
+      __m512 even = _mm512_load_ps(slots + word), odd = _mm512_load_ps(slots + word + kWords);
+      __m512i halves;
+      asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(halves) : "v"(even), "v"(odd));
+      store(word, _mm512_permutexvar_epi16(in_turn, halves));
+    }
+  } else {
+    alignas(64) BFloat16 rounded[kPack];
+    APEX_VECTORIZE
+    for (int word = 0; word < kWords; ++word) {
+      store_word(rounded, word, slots[word], slots[word + kWords]);
+    }
+    for (int word = 0; word < kWords; word += kVector) {
+      store(word, _mm512_load_si512(rounded + 2 * word));
+    }
+  }
+}
+#endif
 
 // A pack of numbers that lie by slot, put in order of elements.
 template <class T>

@@ -15,8 +15,10 @@ inline namespace APEX_BACKEND_NS {
 
 // Elements per thread below which a second thread costs more than it brings.
 inline constexpr int64_t kRowwiseGrain = 16384;
-// Packs added into one set of float lanes before these are added to a double: bounds the error.
-inline constexpr int kPacksPerFlush = 64;
+// Packs added into one set of lanes before these go to a second one, and packs in the second before
+// its sum goes to a double: both bound the error. A run begins with zeros again, so that the terms
+// after a large one are rounded to its last digit for the rest of a run only.
+inline constexpr int kPacksPerRun = 8, kPacksPerFlush = 64;
 
 template <class T>
 class Row {
@@ -129,16 +131,17 @@ class Row {
   // functor(T& value, ...) for every column; values of written views are stored.
   template <class F, class... Views>
   void each(const F& functor, const Views&... views) const {
+    const F own = functor;  // which no store can change, for all the compiler knows
     Lanes<T, Views...> pack(views...);
     int64_t column = 0;
     for (; column + kPack <= columns_; column += kPack) {
       pack.at(column);
-      pack.each([&](int, auto&... values) { functor(values...); });
+      pack.each([&](int, auto&... values) { own(values...); });
       pack.done();
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
       pack.at(column, count);
-      for (int lane = 0; lane < count; ++lane) pack.call(functor, lane);
+      for (int lane = 0; lane < count; ++lane) pack.call(own, lane);
       pack.done(count);
     }
   }
@@ -222,15 +225,19 @@ class Row {
     alignas(64) T terms[sizeof...(I)][kPack];
     Lanes<T, Views...> pack(views...);
     int64_t packed = columns_ - columns_ % kPack;
-    for (int64_t begin = 0; begin < packed; begin += kPack * kPacksPerFlush) {
-      int64_t end = std::min(packed, begin + kPack * kPacksPerFlush);
-      for (int64_t column = begin; column < end; column += kPack) {
-        pack.at(column);
-        pack.each([&](int slot, auto&... values) {
-          auto term = terms_of<M>(functor, columns, column + slot, values...);
-          ((terms[I][slot] = term[I]), ...);
-        });
-        (lanes[I].add(terms[I]), ...);
+    for (int64_t column = 0; column < packed;) {
+      int64_t flush = std::min(packed, column + kPack * kPacksPerFlush);
+      while (column < flush) {
+        int64_t end = std::min(flush, column + kPack * kPacksPerRun);
+        for (; column < end; column += kPack) {
+          pack.at(column);
+          pack.each([&](int slot, auto&... values) {
+            auto term = terms_of<M>(functor, columns, column + slot, values...);
+            ((terms[I][slot] = term[I]), ...);
+          });
+          (lanes[I].add(terms[I]), ...);
+        }
+        (lanes[I].end_run(), ...);
       }
       ((totals[I] += lanes[I].take()), ...);
     }
@@ -245,6 +252,7 @@ class Row {
         ((terms[I][lane] = term[I]), ...);
       }
       (lanes[I].add(terms[I]), ...);
+      (lanes[I].end_run(), ...);
       ((totals[I] += lanes[I].take()), ...);
     }
     return {{static_cast<T>(totals[I])...}};

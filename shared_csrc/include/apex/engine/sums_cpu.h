@@ -47,18 +47,20 @@ T tree_sum(const Vector<T, N>& lanes) {
   }
 }
 
-// kPack running sums. Compilers keep a plain array of them in memory, where every addition waits
-// for the store of the one before (twice the time of a LayerNorm's forward); vector types they do
-// not.
+// kPack running sums, and beside them the sums of runs that have ended. Compilers keep a plain
+// array of them in memory, where every addition waits for the store of the one before (twice the
+// time of a LayerNorm's forward); vector types they do not.
 template <class T>
 class LaneSums {
  public:
   void add(const T (&terms)[kPack]) { add(terms, Indices{}); }
 
-  // The sum of all lanes; they are zero afterwards.
+  void end_run() { end_run(Indices{}); }
+
+  // The sum of all runs that have ended; what follows begins with zero.
   T take() {
     fold(std::make_index_sequence<kCount / 2>{});
-    T sum = tree_sum<T, kWidth>(registers_[0]);
+    T sum = tree_sum<T, kWidth>(ended_[0]);
     clear(Indices{});
     return sum;
   }
@@ -75,11 +77,16 @@ class LaneSums {
   }
   template <size_t... I>
   void fold(std::index_sequence<I...>) {
-    ((registers_[I] += registers_[I + sizeof...(I)]), ...);
+    ((ended_[I] += ended_[I + sizeof...(I)]), ...);
     if constexpr (sizeof...(I) > 1) fold(std::make_index_sequence<sizeof...(I) / 2>{});
   }
   template <size_t... I>
   void clear(std::index_sequence<I...>) {
+    ((ended_[I] = Register{}), ...);
+  }
+  template <size_t... I>
+  void end_run(std::index_sequence<I...>) {
+    ((ended_[I] += registers_[I]), ...);
     ((registers_[I] = Register{}), ...);
   }
   static Register load(const T* terms) {
@@ -87,7 +94,7 @@ class LaneSums {
     memcpy(&result, terms, kRegisterBytes);
     return result;
   }
-  Register registers_[kCount] = {};
+  Register registers_[kCount] = {}, ended_[kCount] = {};
 };
 
 }  // namespace APEX_BACKEND_NS

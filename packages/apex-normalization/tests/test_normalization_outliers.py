@@ -1,12 +1,17 @@
-"""Layer normalization of rows whose first columns are far larger than the others.
+"""Rows with a few columns that are far larger than the others.
 
-The kernel takes its pivot from these columns, which then is far from the row's mean.
+Layer normalization takes its pivot from the first ones, which then is far from the row's mean. And
+what is added to a large sum is rounded to its last digit: equal terms, all in one direction.
 """
 
 import pytest
 import torch
 
-from apex.normalization.fused_layer_norm import fused_layer_norm, fused_layer_norm_affine
+from apex.normalization.fused_layer_norm import (
+    fused_layer_norm,
+    fused_layer_norm_affine,
+    fused_rms_norm,
+)
 from apex_testkit import assert_as_accurate_as
 
 EPS = 1e-5
@@ -15,6 +20,10 @@ EPS = 1e-5
 def formula(x):
     deviation = x - x.mean(-1, keepdim=True)
     return deviation * torch.rsqrt(deviation.square().mean(-1, keepdim=True) + EPS)
+
+
+def rms_formula(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
 
 
 @pytest.mark.parametrize("columns", [64, 4096, 65536])
@@ -29,6 +38,19 @@ def test_output(dtype, size, count, columns, device):
     assert_as_accurate_as(formula, y, x)
     # By themselves: their own unit in the last place is far smaller.
     assert_as_accurate_as(lambda x: formula(x)[:, count:], y[:, count:], x)
+
+
+@pytest.mark.parametrize("columns", [1024, 4096, 65536])
+@pytest.mark.parametrize("size", [30.0, 300.0, 3000.0])
+@pytest.mark.parametrize(
+    ("norm", "formula"), [(fused_layer_norm, formula), (fused_rms_norm, rms_formula)]
+)
+def test_equal_values_after_a_large_one(norm, formula, size, columns, device):
+    values = 0.1 * (1 + 0.37 * torch.arange(64, device=device))
+    x = values[:, None].repeat(1, columns)
+    x[:, 100] = size
+    y = norm(x, columns, EPS)
+    assert_as_accurate_as(lambda x: formula(x)[:, :100], y[:, :100], x)
 
 
 def test_gradients(device):

@@ -1,0 +1,83 @@
+// Compares every way of rounding pairs of floats to bfloat16 with to_bfloat16(), bit for bit: all
+// upper halves of a float with lower halves around those that decide, in packs of one kind and
+// mixed.
+#include "apex/engine/pairs_cpu.h"
+
+#include <cstdio>
+#include <initializer_list>
+
+using namespace apex;
+
+namespace {
+
+constexpr uint32_t kLowerHalves[] = {0x0000, 0x0001, 0x7fff, 0x8000, 0x8001, 0xffff};
+constexpr int kWords = kPack / 2;
+// Beside the pack, to see that nothing else is written.
+constexpr uint16_t kUntouched = 0xabcd;
+
+long failures = 0;
+
+void check(const char* what, const float (&values)[kPack], const BFloat16* stored) {
+  for (int i = 0; i < kPack; ++i) {
+    uint16_t expected = to_bfloat16(values[i]).bits;
+    if (stored[i].bits != expected && ++failures <= 20) {
+      std::printf("%s: %a gave %04x instead of %04x\n", what, values[i], stored[i].bits, expected);
+    }
+  }
+  if (stored[-1].bits != kUntouched || stored[kPack].bits != kUntouched) {
+    std::printf("%s: wrote beside the pack\n", what), ++failures;
+  }
+}
+
+void check_pack(const float (&values)[kPack]) {
+  alignas(64) float slots[kPack];
+  for (int word = 0; word < kWords; ++word) {
+    slots[word] = values[2 * word];
+    slots[word + kWords] = values[2 * word + 1];
+  }
+  alignas(64) BFloat16 memory[kPack + 64];
+  auto stored_by = [&](const char* what, BFloat16* target, auto store) {
+    for (auto& element : memory) element.bits = kUntouched;
+    store(target);
+    check(what, values, target);
+  };
+  BFloat16 *aligned = memory + 32, *unaligned = memory + 5;
+  stored_by("store_word", unaligned, [&](BFloat16* target) {
+    for (int word = 0; word < kWords; ++word) {
+      store_word(target, word, slots[word], slots[word + kWords]);
+    }
+  });
+#if defined(__AVX512F__)
+  for (bool by_instruction : {false, kRoundsBFloat16}) {
+    const char* what = by_instruction ? "by instruction" : "without instruction";
+    stored_by(what, unaligned,
+              [&](BFloat16* target) { store_slots<false>(target, slots, by_instruction); });
+    stored_by(what, aligned,
+              [&](BFloat16* target) { store_slots<true>(target, slots, by_instruction); });
+  }
+#else
+  (void)aligned;
+#endif
+  float ordered[kPack];
+  memcpy(ordered, slots, sizeof(ordered));
+  order_pairs(ordered);
+  if (memcmp(ordered, values, sizeof(ordered)) != 0) std::printf("order_pairs\n"), ++failures;
+}
+
+}  // namespace
+
+int main() {
+  for (uint32_t lower : kLowerHalves) {
+    for (uint32_t upper = 0; upper < 0x10000; upper += kPack) {
+      float alike[kPack], mixed[kPack];
+      for (uint32_t i = 0; i < kPack; ++i) {
+        alike[i] = bit_cast<float>((upper + i) << 16 | lower);
+        mixed[i] = bit_cast<float>((((upper + i) * 40503u) & 0xffffu) << 16 | lower);
+      }
+      check_pack(alike);
+      check_pack(mixed);
+    }
+  }
+  std::printf("%ld failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}
