@@ -122,14 +122,14 @@ def test_a_compiler_that_is_not_there(monkeypatch, wanted):
         (
             ("sm_90", "sm_120", "compute_120"),
             [
-                "arch=compute_90,code=sm_90",
-                "arch=compute_90,code=sm_120",
+                "arch=compute_80,code=sm_90",
+                "arch=compute_80,code=sm_120",
                 "arch=compute_120,code=compute_120",
             ],
         ),
         (("sm_90a", "sm_100f"), ["arch=compute_90a,code=sm_90a", "arch=compute_100f,code=sm_100f"]),
     ],
-    ids=["Turing", "Ampere", "since Hopper", "of one GPU alone"],
+    ids=["Turing", "Ampere", "newer", "of one GPU alone"],
 )
 def test_code_for_several_gpus_shares_one_translation(archs, expected):
     flags = toolchain.compile_flags(Target("cuda", archs=archs))

@@ -222,7 +222,6 @@ class Row {
                               const Views&... views) const {
     LaneSums<T> lanes[sizeof...(I)];
     double totals[sizeof...(I)] = {};
-    alignas(64) T terms[sizeof...(I)][kPack];
     Lanes<T, Views...> pack(views...);
     int64_t packed = columns_ - columns_ % kPack;
     for (int64_t column = 0; column < packed;) {
@@ -230,6 +229,7 @@ class Row {
       while (column < flush) {
         int64_t end = std::min(flush, column + kPack * kPacksPerRun);
         for (; column < end; column += kPack) {
+          alignas(64) T terms[sizeof...(I)][kPack];
           pack.at(column);
           pack.each([&](int slot, auto&... values) {
             auto term = terms_of<M>(functor, columns, column + slot, values...);
@@ -242,6 +242,7 @@ class Row {
       ((totals[I] += lanes[I].take()), ...);
     }
     if (int count = static_cast<int>(columns_ - packed); count > 0) {
+      alignas(64) T terms[sizeof...(I)][kPack];
       pack.at(packed, count);
       for (int lane = 0; lane < kPack; ++lane) {
         Array<T, sizeof...(I)> term{};
