@@ -129,28 +129,34 @@ def tests(session, package):
 
 
 def matrix_runs():
-    """Return every torch on this Python, then the newest that each other Python has."""
+    """Return every torch on this Python, and every other Python on the last torch that it has.
+
+    A torch that is the last of another Python, and not of this one, is left to that one.
+    """
     torches = MATRIX["torch"]["versions"]
+    last = {p: MATRIX["torch"]["last_for_python"].get(p, torches[-1]) for p in MATRIX["pythons"]}
+    own = torches[: torches.index(last.pop(THIS_PYTHON)) + 1]
+    elsewhere = {last[p] for p in last if shutil.which(f"python{p}")} - {own[-1]}
+    return [(THIS_PYTHON, t) for t in own if t not in elsewhere] + list(last.items())
 
-    def of_python(python):
-        last = MATRIX["torch"]["last_for_python"].get(python, torches[-1])
-        return torches[: torches.index(last) + 1]
 
-    runs = [(THIS_PYTHON, torch) for torch in of_python(THIS_PYTHON)]
-    return runs + [(p, of_python(p)[-1]) for p in MATRIX["pythons"] if p != THIS_PYTHON]
+MATRIX_RUNS = matrix_runs()
 
 
 @nox.session(requires=["build"])
-@nox.parametrize("python,torch", matrix_runs(), ids=["-".join(r[::-1]) for r in matrix_runs()])
+@nox.parametrize("python,torch", MATRIX_RUNS, ids=["-".join(r[::-1]) for r in MATRIX_RUNS])
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
-    # All of it ran on one torch in `tests`; here a few cases of every test function do.
+    # All of it ran on one torch in `tests`. Here a few cases of every test function run on the
+    # oldest and the newest torch, and between them, by turns, one case of every other function.
     oldest, *_, newest = MATRIX["torch"]["versions"]
     is_end = torch in (oldest, newest) and session.python == THIS_PYTHON
-    cases = MATRIX["cases_per_test"]["ends" if is_end else "others"]
-    sample = ["-p", "ci.sampling", "--cases-per-test", str(cases)]
+    sample = ["-p", "ci.sampling", "--cases-per-test", "2"]
+    if not is_end:
+        turn = MATRIX_RUNS.index((session.python, torch)) % 2
+        sample = ["-p", "ci.sampling", "--cases-per-test", "1", "--share", f"{turn + 1}/2"]
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 
 

@@ -1,13 +1,18 @@
 """A pytest plugin that runs a few cases of every test function instead of all.
 
 pytest -p ci.sampling --cases-per-test 4
+pytest -p ci.sampling --cases-per-test 1 --share 1/2
 
 For runs that repeat on another torch or Python what was tested in full on one: there, another
 dtype or shape of the same test tells nothing new, but a function that is left out would. Tests
-marked `slow` are left out.
+marked `slow` are left out. Where there are many such runs, each can take a share of the functions:
+1/2 and 2/2 have none in common, and together they have all.
 """
 
+import zlib
 from collections import defaultdict
+
+import pytest
 
 
 def pytest_addoption(parser):
@@ -17,19 +22,35 @@ def pytest_addoption(parser):
         metavar="N",
         help="run at most N of a test function's parametrized cases, spread over all of them",
     )
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the functions")
 
 
 def pytest_collection_modifyitems(config, items):
     limit = config.getoption("--cases-per-test")
     if limit is None:
         return
+    share = parse_share(config.getoption("--share") or "1/1")
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            cases[item.nodeid.partition("[")[0]].append(item)
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") is None and is_in_share(function, *share):
+            cases[function].append(item)
     kept = {item for group in cases.values() for item in spread(group, limit)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """``"2/3"`` as (2, 3)."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--share: expected K/N with 1 <= K <= N, got {text}")
+    return int(number), int(count)
+
+
+def is_in_share(function: str, number: int, count: int) -> bool:
+    """Whether a function is in the share ``number`` of ``count``, in this and every other run."""
+    return zlib.crc32(function.encode()) % count == number - 1
 
 
 def spread(group: list, limit: int) -> list:

@@ -6,7 +6,7 @@ import sys
 import pytest
 from environments import ROOT, run
 
-from ci.sampling import spread
+from ci.sampling import is_in_share, parse_share, spread
 
 MODULE = """
 import pytest
@@ -45,3 +45,27 @@ def test_every_function_runs(tmp_path):
         ("many", "99"),
         ("one", ""),
     ]
+
+
+def test_shares_have_nothing_in_common_and_together_all():
+    functions = [f"test_file.py::test_{i}" for i in range(600)]
+    shares = [[f for f in functions if is_in_share(f, k, 3)] for k in (1, 2, 3)]
+    assert sorted(f for share in shares for f in share) == sorted(functions)
+    assert all(150 < len(share) < 250 for share in shares)
+
+
+def test_a_share_keeps_all_cases_of_a_function(tmp_path):
+    (tmp_path / "test_module.py").write_text(MODULE)
+    ran = []
+    for share in ("1/2", "2/2"):
+        options = ["-p", "ci.sampling", "--cases-per-test", "2", "--share", share, "-s"]
+        command = [sys.executable, "-m", "pytest", "-c", "/dev/null", *options, tmp_path]
+        output = run(*command, env={"PYTHONPATH": str(ROOT)}, check=False).stdout
+        ran.append(re.findall(r"ran (\w+)", output))
+    assert sorted(map(tuple, ran)) in ([("many", "many"), ("one",)], [(), ("many", "many", "one")])
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "-1/2", ""])
+def test_refuses_what_is_no_share(text):
+    with pytest.raises(pytest.UsageError, match="expected K/N"):
+        parse_share(text)
