@@ -1,5 +1,6 @@
 """How busy the machine was with other work while a benchmark ran."""
 
+import multiprocessing
 import os
 import time
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ _PROC_STAT = Path("/proc/stat")
 class Load:
     """Shares of one core, so 0.12 is 12 % of a core; None where the system does not tell."""
 
-    others: float | None  # processor time that other processes took
+    others: float | None  # processor time that others took than this process and its children
     steal: float | None  # processor time that the hypervisor withheld
 
     @property
@@ -27,7 +28,8 @@ class Load:
 class LoadMeter:
     """Measures :class:`Load` between its construction and :meth:`read`.
 
-    Resolution is a tick of /proc/stat, usually 10 ms: spans below a second are rough.
+    Children are those of :mod:`multiprocessing` that run at both times: the other ranks of a
+    benchmark. Resolution is a tick of /proc/stat, usually 10 ms: spans below a second are rough.
     """
 
     def __init__(self):
@@ -43,12 +45,19 @@ class LoadMeter:
 
 
 def _sample() -> tuple[float, float, float | None, float | None]:
-    """Return seconds now, then CPU seconds: this process, all processes, stolen."""
-    own = time.process_time()
+    """Return seconds now, then CPU seconds: own and the children's, of all processes, stolen."""
     try:
+        own = time.process_time() + sum(map(_seconds_of, multiprocessing.active_children()))
         fields = _PROC_STAT.read_text().split("\n", 1)[0].split()[1:]
     except OSError:
-        return time.perf_counter(), own, None, None
+        return time.perf_counter(), time.process_time(), None, None
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(f) for f in fields[:8])
     busy = (user + nice + system + irq + softirq) / _TICKS_PER_SECOND
     return time.perf_counter(), own, busy, steal / _TICKS_PER_SECOND
+
+
+def _seconds_of(child: multiprocessing.process.BaseProcess) -> float:
+    """CPU seconds of a running child."""
+    stat = Path(f"/proc/{child.pid}/stat").read_text()
+    user, system = stat.rpartition(")")[2].split()[11:13]  # the name before may have spaces
+    return (int(user) + int(system)) / _TICKS_PER_SECOND

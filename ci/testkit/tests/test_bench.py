@@ -1,13 +1,15 @@
 """The benchmark runner measures, compares, records and reports."""
 
 import json
+import multiprocessing
+import sys
 import time
 
 import pytest
 import torch
 
 from apex_testkit import bench, bench_report
-from apex_testkit.load import Load, LoadMeter
+from apex_testkit.load import Load, LoadMeter, _sample
 
 
 def sleeper(milliseconds):
@@ -131,3 +133,24 @@ def test_plot(tmp_path, monkeypatch):
     bench.compare("a", "one", repeats=3, apex=sleeper(1), peer=sleeper(1))
     assert bench_report.main(["plot", str(path), str(image)]) == 0
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def use_a_core(seconds, connection):
+    while time.process_time() < seconds:
+        pass
+    connection.send("done")
+    connection.recv()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_children_are_not_others():
+    _, before, *_ = _sample()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=use_a_core, args=(1, there))
+    child.start()
+    assert here.recv() == "done"
+    _, after, *_ = _sample()
+    here.send("end")
+    child.join()
+    assert after - before >= 0.9

@@ -2,8 +2,7 @@
 
 The peer reduces in 25 MiB buckets, ours in message_size=6,553,600 float32 elements, the same;
 "alone" reduces nothing and is what no wrapper can beat. Rank 1 does what rank 0 tells it through a
-pipe, which costs some 50 us a step for every contestant, and counts as another process's load: a
-quiet case shows one core taken.
+pipe, which costs some 50 us a step for every contestant.
 """
 
 import multiprocessing
