@@ -128,19 +128,7 @@ def tests(session, package):
     pytest(session, *paths, *(PARALLEL if package == "together" else []), builds=True)
 
 
-def matrix_runs():
-    """Return every torch on this Python, and every other Python on the last torch that it has.
-
-    A torch that is the last of another Python, and not of this one, is left to that one.
-    """
-    torches = MATRIX["torch"]["versions"]
-    last = {p: MATRIX["torch"]["last_for_python"].get(p, torches[-1]) for p in MATRIX["pythons"]}
-    own = torches[: torches.index(last.pop(THIS_PYTHON)) + 1]
-    elsewhere = {last[p] for p in last if shutil.which(f"python{p}")} - {own[-1]}
-    return [(THIS_PYTHON, t) for t in own if t not in elsewhere] + list(last.items())
-
-
-MATRIX_RUNS = matrix_runs()
+MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python{p}") is not None)
 
 
 @nox.session(requires=["build"])
@@ -151,11 +139,10 @@ def matrix(session, torch):
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
     # All of it ran on one torch in `tests`. Here a few cases of every test function run on the
     # oldest and the newest torch, and between them, by turns, one case of every other function.
-    oldest, *_, newest = MATRIX["torch"]["versions"]
-    is_end = torch in (oldest, newest) and session.python == THIS_PYTHON
+    between = workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
     sample = ["-p", "ci.sampling", "--cases-per-test", "2"]
-    if not is_end:
-        turn = MATRIX_RUNS.index((session.python, torch)) % 2
+    if (session.python, torch) in between:
+        turn = between.index((session.python, torch)) % 2
         sample = ["-p", "ci.sampling", "--cases-per-test", "1", "--share", f"{turn + 1}/2"]
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 

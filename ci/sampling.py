@@ -26,10 +26,12 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    limit = config.getoption("--cases-per-test")
+    limit, wanted = config.getoption("--cases-per-test"), config.getoption("--share")
     if limit is None:
+        if wanted is not None:
+            raise pytest.UsageError("--share: needs --cases-per-test, which was not given")
         return
-    share = parse_share(config.getoption("--share") or "1/1")
+    share = parse_share("1/1" if wanted is None else wanted)
     cases = defaultdict(list)
     for item in items:
         function = item.nodeid.partition("[")[0]

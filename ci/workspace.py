@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -92,6 +93,24 @@ def find_pyenv_interpreters() -> None:
     names = sorted(p.name for p in (root / "versions").iterdir() if p.name[:2] == "3.")
     names.sort(key=lambda name: name != current)
     os.environ["PYENV_VERSION"] = ":".join(names)
+
+
+def matrix_runs(this: str, is_found: Callable[[str], bool]) -> list[tuple[str, str]]:
+    """Return (Python, torch): every torch on this Python, every other Python on its last torch.
+
+    A torch that is the last of another Python that is found, and not of this one, is left to that.
+    """
+    torches = MATRIX["torch"]["versions"]
+    last = {p: MATRIX["torch"]["last_for_python"].get(p, torches[-1]) for p in MATRIX["pythons"]}
+    own = torches[: torches.index(last.pop(this, torches[-1])) + 1]
+    elsewhere = {last[p] for p in last if is_found(p)} - {own[-1]}
+    return [(this, t) for t in own if t not in elsewhere] + list(last.items())
+
+
+def runs_between(runs: list[tuple[str, str]], this: str) -> list[tuple[str, str]]:
+    """Return the runs but those of the oldest and the newest torch on this Python."""
+    oldest, *_, newest = MATRIX["torch"]["versions"]
+    return [run for run in runs if run not in ((this, oldest), (this, newest))]
 
 
 def _record_file() -> Path:

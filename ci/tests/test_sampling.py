@@ -69,3 +69,11 @@ def test_a_share_keeps_all_cases_of_a_function(tmp_path):
 def test_refuses_what_is_no_share(text):
     with pytest.raises(pytest.UsageError, match="expected K/N"):
         parse_share(text)
+
+
+def test_a_share_alone_is_refused(tmp_path):
+    (tmp_path / "test_module.py").write_text(MODULE)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "ci.sampling"]
+    done = run(*command, "--share", "1/2", tmp_path, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "needs --cases-per-test" in done.stderr

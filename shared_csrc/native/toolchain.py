@@ -212,8 +212,8 @@ def compile_flags(target: Target) -> list[str]:
 def _virtual_arch(arch: str) -> str:
     """What code for a GPU is translated from: ``compute_80`` for all since Ampere.
 
-    Kernels ask for nothing newer, and one translation serves all GPUs: nearly half of the time that
-    a wheel for four takes.
+    Kernels ask for nothing newer, and one translation serves all GPUs: a third of the time that a
+    wheel for four would take.
     """
     kind, _, number = arch.partition("_")
     if kind == "sm" and number.isdigit():  # sm_90a and the like are what they are

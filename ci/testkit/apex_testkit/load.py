@@ -14,7 +14,7 @@ _PROC_STAT = Path("/proc/stat")
 class Load:
     """Shares of one core, so 0.12 is 12 % of a core; None where the system does not tell."""
 
-    others: float | None  # processor time that others took than this process and its children
+    others: float | None  # processor time of all but this process and its children
     steal: float | None  # processor time that the hypervisor withheld
 
     @property
