@@ -179,7 +179,7 @@ def rms_backward_affine(
 
 
 def _layer_norm_backward(name, dout, mean, invvar, saved, shape, gamma, beta, eps, efficient):
-    _check_operands(name, saved, gamma, beta, _as_shape(shape), eps, mixed=True)
+    _check_backward_operands(name, dout, saved, gamma, beta, shape, eps)
     mean, invvar = _compute.as_statistics(saved.dtype, dout.dtype, efficient, mean, invvar)
     return list(
         _compute.layer_norm_gradients(
@@ -199,13 +199,27 @@ def _layer_norm_backward(name, dout, mean, invvar, saved, shape, gamma, beta, ep
 
 
 def _rms_norm_backward(name, dout, invvar, saved, shape, gamma, eps, efficient):
-    _check_operands(name, saved, gamma, None, _as_shape(shape), eps, mixed=True)
+    _check_backward_operands(name, dout, saved, gamma, None, shape, eps)
     (invvar,) = _compute.as_statistics(saved.dtype, dout.dtype, efficient, invvar)
     return list(
         _compute.rms_norm_gradients(
             dout, saved, gamma, invvar, shape, eps, saved.dtype, efficient, gamma is not None
         )
     )
+
+
+def _check_backward_operands(name, dout, saved, gamma, beta, shape, eps):
+    _check_operands(name, saved, gamma, beta, _as_shape(shape), eps, mixed=True)
+    if dout.shape != saved.shape:
+        raise ValueError(
+            f"{name}: dout must have the shape of input_or_output, which is {list(saved.shape)}; "
+            f"got {list(dout.shape)}."
+        )
+    expected = (saved if gamma is None else gamma).dtype
+    if dout.dtype != expected:
+        raise TypeError(
+            f"{name}: dout must have the forward's output's dtype, {expected}; got {dout.dtype}."
+        )
 
 
 def _require_kernels() -> None:

@@ -55,8 +55,8 @@ def check(actual, *arguments):
 
 
 def stores(rows, sums):
-    """Roundings of a column's sum: float64 totals are stored every 128 rows, a random walk."""
-    return max(1.0, (rows / 128) ** 0.5) if sums.dtype == torch.float64 else 1.0
+    """Roundings of a column's sum: float64 totals are stored every 32 rows, a random walk."""
+    return max(1.0, (rows / 32) ** 0.5) if sums.dtype == torch.float64 else 1.0
 
 
 def apex_norm(x, weight, bias):

@@ -128,6 +128,10 @@ def test_refusals():
         legacy.backward(x, None, invvar, x, (6,), EPS, False)
     with pytest.raises(ValueError, match=r"backward_affine: weight has shape \[5\]"):
         legacy.backward_affine(x, mean, invvar, x, (6,), torch.ones(5), w, EPS, False)
+    with pytest.raises(ValueError, match=r"dout must have the shape .* \[4, 6\]; got \[2, 12\]"):
+        legacy.backward(x.view(2, 12), mean, invvar, x, (6,), EPS, False)
+    with pytest.raises(TypeError, match=r"rms_backward_affine: dout .* torch.float32; got .*16"):
+        legacy.rms_backward_affine(x.half(), invvar, x, (6,), w, EPS, False)
 
 
 def test_import_error_where_kernels_cannot_run(monkeypatch):

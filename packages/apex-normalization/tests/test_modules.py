@@ -174,12 +174,15 @@ def test_sequence_parallel_mark(kind):
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
-def test_sequence_parallel_mark_survives(kind, enabled):
+def test_sequence_parallel_mark_survives(kind, enabled, monkeypatch):
     """Copies, deferred initialization, and parameters that are assigned; torch copies no marks."""
     make = lambda **options: kind(5, sequence_parallel_enabled=enabled, **options)
     assigned = make()
     assigned.load_state_dict(kind(5).state_dict(), assign=True)
     assigned.weight = torch.nn.Parameter(torch.ones(5))
+    swapped = make()
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    swapped.load_state_dict(kind(5).state_dict())
     for module in (
         copy.deepcopy(make()),
         pickle.loads(pickle.dumps(make())),
@@ -187,6 +190,7 @@ def test_sequence_parallel_mark_survives(kind, enabled):
         torch.nn.Sequential(make().to("meta")).to_empty(device="cpu"),
         make().double(),
         assigned,
+        swapped,
     ):
         for parameter in module.parameters():
             assert parameter.sequence_parallel_enabled is enabled

@@ -115,6 +115,24 @@ def test_backward_opcheck(device):
     assert op(dy, None, invvar, y, [C], weight, None, EPS, True)[0].isfinite().all()
 
 
+def test_second_derivatives_are_refused(device):
+    """torch would leave a gradient penalty's term out without an error."""
+    x, weight = (torch.randn(s, device=device, requires_grad=True) for s in ((4, C), (C,)))
+    for kind, parameters in (("layer", (weight, weight)), ("rms", (weight,))):
+        y, *statistics = getattr(torch.ops.apex, f"fused_{kind}_norm_affine_fwd")(
+            x, *parameters, [C], EPS
+        )
+        assert not any(t.requires_grad for t in statistics)
+        (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match=f"fused_{kind}_norm_affine_bwd: .* again"):
+            dx.square().sum().backward()
+    dy = torch.randn_like(x)
+    _, invvar = torch.ops.apex.fused_rms_norm_fwd(x, [C], EPS)
+    dx = torch.ops.apex.fused_rms_norm_bwd(dy, invvar, x, [C], EPS)
+    with pytest.raises(NotImplementedError, match="fused_rms_norm_bwd"):
+        dx.sum().backward()
+
+
 def test_compiles(device):
     tensors, options = forward_arguments("fused_layer_norm_affine_fwd", device, False)
     norm = lambda *t: torch.ops.apex.fused_layer_norm_affine_fwd(*t, *options)[0]

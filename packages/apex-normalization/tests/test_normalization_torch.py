@@ -160,7 +160,9 @@ REFUSALS = {
     "no tensor": (TypeError, "got list", ([1.0] * 6, W, None, 6)),
     "mixed": (TypeError, "weight is float32, but input is float16", (X.half(), W, None, 6)),
     "bias dtype": (TypeError, "bias is float16, but weight is float32", (X, W, W.half(), 6)),
-    "integer weight": (TypeError, "weight must be floating point", (X, W.long(), None, 6)),
+    "integer weight": (TypeError, "weight must be a floating-point tensor", (X, W.long(), None, 6)),
+    "weight of a list": (TypeError, "weight must be a .* tensor, got list", (X, [1.0], None, 6)),
+    "bias of a number": (TypeError, "bias must be a .* tensor, got float", (X, W, 0.5, 6)),
     "bias alone": (ValueError, "a bias was given without a weight", (X, None, W, 6)),
     "device": (ValueError, "weight is on meta, but input is on cpu", (X, W.to("meta"), None, 6)),
     "eps": (ValueError, "eps must be finite and not negative, got -1", (X, W, None, 6, -1.0)),
@@ -171,6 +173,12 @@ REFUSALS = {
 def test_refusals(error, text, arguments):
     with pytest.raises(error, match=text):
         fused_layer_norm_affine(*arguments)
+
+
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"input must not be a nested tensor. .* values\(\)"):
+        fused_layer_norm_affine(nested, W, None, 6)
 
 
 def test_kernels_check_what_python_did_not():

@@ -1,4 +1,4 @@
-"""torch.func, second derivatives, torch.export and ONNX; what is fused stays fused where it can."""
+"""torch.func, alone and compiled, and second derivatives; fused where that can be."""
 
 import pytest
 import torch
@@ -9,20 +9,16 @@ from torch.nn import functional as F
 from apex.normalization import (
     FusedLayerNorm,
     FusedRMSNorm,
-    MixedFusedLayerNorm,
-    MixedFusedRMSNorm,
     fused_add_layer_norm,
     fused_add_rms_norm,
 )
 from apex.normalization.fused_layer_norm import (
-    decompositions,
     fused_layer_norm,
     fused_layer_norm_affine,
     fused_rms_norm,
     fused_rms_norm_affine,
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
-    ops,
 )
 
 EPS = 1e-6
@@ -76,6 +72,10 @@ TRANSFORMS = {
     )(w, x),
     "hessian": lambda f, x, w, b: func.hessian(lambda x: f(x, w, b).sin().sum())(x[0]),
 }
+# Those that torch's compiler takes, of torch's own norms too.
+COMPILED = {
+    name: TRANSFORMS[name] for name in ("grad", "vjp", "vmap", "vmap weights", "per-sample")
+}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
@@ -87,6 +87,50 @@ def test_transforms(name, transform, device):
     # The mixed forms' input is rounded to float32, and so is its gradient.
     tolerance = 1e-5 if "mixed" in name else 1e-10
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("transform", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize("name", PAIRS)
+def test_compiled_transforms(name, transform, device):
+    """Where the compiler sees gradients that a fused function would lose, in silence."""
+    x = torch.randn(2, 3, C, device=device, dtype=torch.float64)
+    weight, bias = torch.randn(2, C, device=device, dtype=torch.float64)
+    ours, theirs = PAIRS[name]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *a: transform(ours, *a), backend="eager", fullgraph=True)
+    tolerance = 1e-5 if "mixed" in name else 1e-10
+    for grad_enabled in (True, False):
+        with torch.set_grad_enabled(grad_enabled):
+            actual, expected = compiled(x, weight, bias), transform(theirs, x, weight, bias)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
+def test_compiled_gradients_per_sample(kind, device):
+    """Of a model with trainable weights, and of what a compiled vmap returns."""
+    model = torch.nn.Sequential(torch.nn.Linear(C, C), kind(C), torch.nn.Linear(C, 2)).to(device)
+    x = torch.randn(3, C, device=device, requires_grad=True)
+
+    def loss(parameters, row):
+        return func.functional_call(model, parameters, (row,)).sin().sum()
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    per_sample = func.vmap(func.grad(loss), (None, 0))
+    torch.compiler.reset()
+    torch.testing.assert_close(
+        torch.compile(per_sample, backend="eager")(parameters, x), per_sample(parameters, x)
+    )
+    y = torch.compile(func.vmap(model), backend="eager")(x)
+    gradients = [torch.autograd.grad(o.sin().sum(), x)[0] for o in (y, model(x))]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_nothing_is_kept_where_nothing_requires_a_gradient(kind, device):
+    x, weight = torch.randn(3, C, device=device), torch.randn(C, device=device)
+    y = PAIRS[f"{kind}_norm_affine"][0](x, weight, None)
+    assert y.grad_fn is None
+    assert PAIRS[f"{kind}_norm_affine"][0](x, weight.requires_grad_(), None).grad_fn is not None
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -168,133 +212,3 @@ def test_batched_gradients(kind, device):
         expected = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
         for a, e in zip(batched, expected, strict=True):
             torch.testing.assert_close(a[i], e)
-
-
-class Model(torch.nn.Module):
-    """All modules and the functional forms behind one another."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.norms = torch.nn.ModuleList(
-            [
-                FusedLayerNorm(C, **options),
-                FusedRMSNorm(C, **options),
-                FusedLayerNorm(C, elementwise_affine=False, **options),
-                FusedRMSNorm(C, elementwise_affine=False, **options),
-                MixedFusedLayerNorm(C, **options),
-                MixedFusedRMSNorm(C, **options),
-            ]
-        )
-
-    def forward(self, x):
-        for norm in self.norms:
-            x = norm(x) + 1
-        weight = self.norms[0].weight
-        y, total = fused_add_rms_norm(x, x.sin(), weight, prenorm=True)
-        return fused_add_layer_norm(y, total, weight, self.norms[0].bias)
-
-
-@pytest.mark.parametrize("memory_efficient", [False, True])
-def test_export(memory_efficient, device):
-    """Our operators stay whole, the batch dynamic; decomposed, only those of ATen are left."""
-    model = Model(memory_efficient=memory_efficient).to(device)
-    x = torch.randn(4, C, device=device)
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
-    nodes = program.graph.nodes
-    ours = [n for n in nodes if "apex_normalization" in str(n.target)]
-    assert len(ours) == 8
-    other = torch.randn(9, C, device=device)
-    assert torch.equal(program.module()(other), model(other))
-    decomposed = program.run_decompositions(decompositions())
-    calls = [n.target for n in decomposed.graph.nodes if n.op == "call_function"]
-    assert {op.namespace for op in calls if isinstance(op, torch._ops.OpOverload)} == {"aten"}
-    torch.testing.assert_close(decomposed.module()(other), model(other))
-
-
-def test_functions_export(device):
-    x, weight = torch.randn(4, C, device=device), torch.randn(C, device=device)
-
-    class Both(torch.nn.Module):
-        def forward(self, x, weight):
-            return [norm(x, weight, weight) for norm, _ in PAIRS.values()]
-
-    program = torch.export.export(Both(), (x, weight))
-    for a, e in zip(program.module()(x, weight), Both()(x, weight), strict=True):
-        torch.testing.assert_close(a, e)
-
-
-def backward_samples(dtype, device):
-    """Arguments of all operators, those of backwards with either saved tensor."""
-    x, dy = torch.randn(2, 3, 4, C, device=device, dtype=dtype)
-    weight, bias = torch.rand(2, C, device=device, dtype=dtype) + 0.5
-    y, mean, rstd = ops.layer_norm_forward(x, weight, bias, C, EPS)
-    z, scale = ops.rms_norm_forward(x, weight, C, EPS)
-    return [
-        (ops.layer_norm_forward, (x, weight, None, C, EPS)),
-        (ops.layer_norm_backward, (dy, x, weight, None, mean, rstd, C, EPS, dtype, False, True)),
-        (ops.layer_norm_backward, (dy, y, weight, bias, None, rstd, C, EPS, dtype, True, True)),
-        (ops.layer_norm_backward, (dy, x, None, None, mean, rstd, C, EPS, dtype, False, False)),
-        (ops.rms_norm_forward, (x, None, C, EPS)),
-        (ops.rms_norm_backward, (dy, x, weight, scale, C, EPS, dtype, False, True)),
-        (ops.rms_norm_backward, (dy, z, weight, scale, C, EPS, dtype, True, True)),
-    ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_decompositions_compute_what_kernels_do(dtype, device):
-    table = decompositions()
-    unit = 4 * torch.finfo(dtype).eps
-    for op, arguments in backward_samples(dtype, device):
-        for a, e in zip(table[op](*arguments), op(*arguments), strict=True):
-            assert (a.dtype, a.shape) == (e.dtype, e.shape)
-            torch.testing.assert_close(a, e, rtol=unit, atol=unit * 4)
-
-
-def test_decompositions_of_add_norm(device):
-    from apex.normalization.fused_add_norm import ops as add
-
-    x, residual, dy, dsum = torch.randn(4, 3, C, device=device)
-    weight, bias = torch.randn(2, C, device=device)
-    table = decompositions()
-    for dtype in (torch.float32, torch.bfloat16):  # of x, beside a float32 residual
-        x, dy = x.to(dtype), dy.to(dtype)
-        _, total, mean, rstd = add.add_layer_norm_forward(x, residual, weight, bias, C, EPS)
-        scale = add.add_rms_norm_forward(x, residual, weight, C, EPS)[2]
-        for op, arguments in [
-            (add.add_layer_norm_forward, (x, residual, weight, None, C, EPS)),
-            (add.add_rms_norm_forward, (x, residual, weight, C, EPS)),
-            (add.add_layer_norm_backward, (dy, dsum, total, weight, mean, rstd, C, True)),
-            (add.add_rms_norm_backward, (dy, None, total, weight, scale, C, False)),
-        ]:
-            for a, e in zip(table[op](*arguments), op(*arguments), strict=True):
-                assert (a.dtype, a.shape) == (e.dtype, e.shape)
-                unit = 2 * torch.finfo(dtype).eps
-                torch.testing.assert_close(a, e, rtol=unit, atol=unit * 4)
-
-
-@pytest.mark.parametrize("exported", [False, True])
-def test_onnx(exported, tmp_path):
-    """Of a model without a word of ours in the call; of an exported program once decomposed."""
-    pytest.importorskip("onnxscript", reason="no onnxscript, which torch.onnx exports with")
-    onnxruntime = pytest.importorskip("onnxruntime", reason="no onnxruntime to run the model")
-    model, x = Model(), torch.randn(4, C)
-    path = str(tmp_path / "model.onnx")
-    batch = {0: torch.export.Dim("batch")}
-    if exported:
-        program = torch.export.export(model, (x,), dynamic_shapes=(batch,))
-        program = program.run_decompositions(decompositions())
-        torch.onnx.export(program, (), path, dynamo=True, verbose=False)
-    else:
-        torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=(batch,), verbose=False)
-    session = onnxruntime.InferenceSession(path)
-    other = torch.randn(9, C)
-    (y,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
-    torch.testing.assert_close(torch.from_numpy(y), model(other).detach(), rtol=1e-5, atol=1e-5)
-
-
-def test_torchs_decompositions_stay_torchs():
-    """Entered there, Inductor would refuse our operators wherever ``CI`` is set."""
-    ours = [op for op in torch._decomp.decomposition_table if "apex" in str(op)]
-    assert not ours
-    assert decompositions()

@@ -6,6 +6,7 @@ import inspect
 import re
 from dataclasses import dataclass, field
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +66,10 @@ def from_torch(model: nn.Module, *, memory_efficient: bool = False, mixed: bool 
     Replaced are :class:`torch.nn.LayerNorm`, :class:`torch.nn.RMSNorm`, and modules of other
     libraries that are RMS norms: whose class is called ``...RMSNorm`` or ``...LayerNorm``, which
     have a one-dimensional ``weight``, an ``eps`` (or ``variance_epsilon``, ``epsilon``) and nothing
-    else, and which return ``x / sqrt(mean(x ** 2) + eps) * weight`` for a few rows of random
-    numbers (Gemma's, which multiplies by ``1 + weight``, does not). Parameters stay the same
-    objects: optimizers, ties between modules and ``requires_grad`` are untouched.
+    else, and which return ``x / sqrt(mean(x ** 2) + eps) * weight`` for random numbers of two to
+    four dimensions, trained or not (Gemma's, which multiplies by ``1 + weight``, does not).
+    Parameters stay the same objects: optimizers, ties between modules and ``requires_grad`` are
+    untouched.
 
     Not replaced are modules with a ``forward`` of their own, or one that takes more than its input,
     with methods that would be lost, with hooks, or with parametrizations.
@@ -225,20 +227,31 @@ def _check_rms_norm(module: nn.Module) -> float:
 
 @torch.no_grad()
 def _computes_rms_norm(module: nn.Module, weight: Tensor, eps: float) -> bool:
-    """Try the module on random rows, one of them so small that eps counts, and random weights."""
+    """Try the module in both modes on random rows of several shapes, with random weights."""
     generator = torch.Generator().manual_seed(0)
-    like = {"device": weight.device, "dtype": weight.dtype}
-    rows = torch.randn(3, weight.numel(), generator=generator) * torch.tensor(
-        [[1.0], [100.0], [max(eps, 1e-12) ** 0.5]]
-    )
-    x, trial = rows.to(**like), torch.randn(weight.numel(), generator=generator).to(**like)
+    columns = weight.numel()
+    trial = torch.randn(columns, generator=generator, device="cpu").to(weight)
+    # Of every three rows one is so large and one so small that eps tells.
+    scales = torch.tensor([[1.0], [100.0], [max(eps, 1e-12) ** 0.5]], device="cpu")
+    was_training = module.training
     try:
-        y = torch.func.functional_call(module, {"weight": trial}, (x,))
+        for shape in ((3, columns), (2, 3, columns), (2, 4, 3, columns)):
+            x = (torch.randn(shape, generator=generator, device="cpu") * scales).to(weight)
+            expected, _ = plain.rms_norm(x.double(), trial.double(), 1, eps, torch.float64)
+            for mode in (True, False):
+                y = torch.func.functional_call(module.train(mode), {"weight": trial}, (x,))
+                if not _is_close(y, expected, x):
+                    return False
     except Exception:  # whatever a forward of unknown arguments raises
         return False
+    finally:
+        module.train(was_training)
+    return True
+
+
+def _is_close(y: Any, expected: Tensor, x: Tensor) -> bool:
+    """Whether ``y`` is ``expected``, but rounded to the dtype of ``x`` after four operations."""
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return False
-    expected, _ = plain.rms_norm(x.double(), trial.double(), 1, eps, torch.float64)
-    # Those that round after each operation do so four times.
-    unit = 4 * torch.finfo(weight.dtype).eps
+    unit = 4 * torch.finfo(x.dtype).eps
     return torch.allclose(y.double(), expected, rtol=unit, atol=unit * expected.abs().max().item())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..fused_layer_norm.apply import is_dtensor, needs_plain
+from ..fused_layer_norm.apply import is_dtensor, run_locally
 from .functions import FusedAddLayerNormFunction, FusedAddRMSNormFunction
 
 
@@ -81,19 +80,10 @@ def fused_add_rms_norm(
 
 
 def _run(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any):
-    """Return y and the sum: fused, shard by shard, or by plain PyTorch; see :func:`.apply.run`."""
-    if type(x) is not Tensor and is_dtensor(x):
+    """Return y and the sum: fused, shard by shard, or in plain PyTorch."""
+    if type(x) is not Tensor and is_dtensor(x) and isinstance(arguments[0], Tensor):
         return _run_on_shards(function, x, residual, *arguments)
-    if needs_plain():
-        return function.plain(x, residual, *arguments)
-    if not torch.is_grad_enabled():
-        return function.forward(None, x, residual, *arguments)
-    try:
-        return function.apply(x, residual, *arguments)
-    except RuntimeError as error:
-        if "setup_context" not in str(error):
-            raise
-    return function.plain(x, residual, *arguments)
+    return run_locally(function, x, residual, *arguments)
 
 
 def _run_on_shards(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any):

@@ -3,6 +3,7 @@
 from . import ops
 from .batching import batch_one_by_one, batch_rows
 from .custom_ops import (
+    fakes,
     fused_layer_norm_affine_bwd,
     fused_layer_norm_affine_fwd,
     fused_layer_norm_affine_mixed_dtypes_fwd,
@@ -34,6 +35,8 @@ from .functions import (
     FusedRMSNormFunction,
 )
 from .modules import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
+
+globals().update(fakes)
 
 # What holds of the operators beside their kernels.
 for _op in (ops.layer_norm_forward, ops.rms_norm_forward):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,23 @@ def _sizes(normalized_shape: Any) -> tuple[int, ...]:
         ) from None
 
 
+def mixed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a mixed-dtype module that mean something; complain about others."""
+    if "elementwise_affine" in options:
+        warnings.warn(f"{name}: elementwise_affine is always True here.", stacklevel=3)
+        if not options["elementwise_affine"]:
+            raise RuntimeError(
+                f"{name} has a weight by definition: its result takes the weight's dtype. For "
+                f"elementwise_affine=False use {name.removeprefix('Mixed')}."
+            )
+    meant = ("bias", "device", "dtype", "sequence_parallel_enabled")
+    known = {key: options[key] for key in meant if key in options}
+    ignored = sorted(options.keys() - known.keys() - {"elementwise_affine"})
+    if ignored:
+        warnings.warn(f"{name}: ignored the keywords {', '.join(ignored)}.", stacklevel=3)
+    return known
+
+
 def check_eps(name: str, eps: float) -> None:
     """Raise ValueError unless ``eps`` is finite and not negative."""
     if not 0 <= eps < math.inf:
@@ -72,6 +90,11 @@ def check_operands(
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(
             f"{name}: input must be a float64, float32, float16 or bfloat16 tensor, got {got}."
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: input must not be a nested tensor. Normalize its values(), and make a nested "
+            "tensor of the result with torch.nested.nested_tensor_from_jagged()."
         )
     check_eps(name, eps)
     if x.shape[-len(shape) :] != shape:
@@ -119,12 +142,18 @@ def check_recoverable(name: str, ctx: Any, weight: Tensor | None) -> None:
 
 def _is_alike(parameter: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether there is nothing to complain about, as nearly always: saves most of the checks."""
-    return parameter.dtype == x.dtype and parameter.shape == shape and parameter.device == x.device
+    return (
+        isinstance(parameter, Tensor)
+        and parameter.dtype == x.dtype
+        and parameter.shape == shape
+        and parameter.device == x.device
+    )
 
 
 def _check_parameter(name: str, argument: str, tensor: Tensor, x: Tensor, shape) -> None:
-    if tensor.dtype not in FLOATING:
-        raise TypeError(f"{name}: {argument} must be floating point, got {_dtype(tensor)}.")
+    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATING:
+        got = _dtype(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: {argument} must be a floating-point tensor, got {got}.")
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"{name}: {argument} has shape {list(tensor.shape)}, but normalized_shape is "

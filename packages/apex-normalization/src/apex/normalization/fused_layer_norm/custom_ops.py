@@ -16,8 +16,10 @@ from torch.autograd import forward_ad
 
 from . import compute
 from .checks import check_recoverable
+from .decompositions import TABLE
 
 _library = torch.library.Library("apex", "FRAGMENT")
+fakes: dict[str, Callable[..., Any]] = {}  # the fake kernels, under the names that Apex's have
 _LAYER = "Tensor weight, Tensor? bias, "
 _RMS = "Tensor weight, "
 _END = "int[] normalized_shape, float eps, bool memory_efficient=False"
@@ -68,6 +70,7 @@ def _define(schema: str) -> Callable[[Callable[..., Any]], Any]:
         # The function calls operators that have fake kernels.
         torch.library.register_fake(f"apex::{name}", function, lib=_library)
         overload = getattr(torch.ops.apex, name).default
+        TABLE[overload] = fakes[f"{name}_fake"] = function
         overload.__doc__ = function.__doc__
         return overload
 
@@ -181,6 +184,7 @@ def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: b
         if ctx.efficient:
             check_recoverable(forward.name(), ctx, weights[0] if weights else None)
         y, *statistics = output
+        ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(y if ctx.efficient else x, *weights, *statistics)
 
@@ -200,6 +204,23 @@ def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: b
     torch.library.register_autograd(forward, gradient, setup_context=setup_context, lib=_library)
 
 
+def _refuse_gradient(backward: Any) -> None:
+    """Have ``backward`` refuse to be differentiated; torch would leave out the term, silently."""
+
+    def gradient(ctx: Any, *_: Any):
+        raise NotImplementedError(
+            f"{backward.name()}: the gradient of this operator cannot be differentiated again. Use "
+            "the functions and modules of apex.normalization, whose gradients can."
+        )
+
+    torch.library.register_autograd(backward, gradient, lib=_library)
+
+
+for _op in (
+    *(fused_layer_norm_affine_bwd, fused_layer_norm_bwd),
+    *(fused_rms_norm_affine_bwd, fused_rms_norm_bwd),
+):
+    _refuse_gradient(_op)
 for _op in (fused_layer_norm_affine_fwd, fused_layer_norm_affine_mixed_dtypes_fwd):
     _register_gradient(_op, fused_layer_norm_affine_bwd, parameters=2, has_mean=True)
 for _op in (fused_rms_norm_affine_fwd, fused_rms_norm_affine_mixed_dtypes_fwd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,11 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     if x.dtype == torch.float64 or not x.is_floating_point():
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
+    return tuple(t.to(dtype) if _is_floating(t) else t for t in tensors)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def fused_layer_norm_affine(

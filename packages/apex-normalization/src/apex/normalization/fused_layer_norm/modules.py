@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .checks import as_shape, check_eps
+from .checks import as_shape, check_eps, mixed_options
 from .functional import (
     fused_layer_norm,
     fused_layer_norm_affine,
@@ -20,6 +19,13 @@ from .functional import (
 )
 
 Shape = int | Sequence[int]
+
+# What torch.fx.symbolic_trace records as one call, as it does torch.nn's norms.
+for _function in (
+    *("fused_layer_norm", "fused_layer_norm_affine", "mixed_dtype_fused_layer_norm_affine"),
+    *("fused_rms_norm", "fused_rms_norm_affine", "mixed_dtype_fused_rms_norm_affine"),
+):
+    torch.fx.wrap(_function)
 
 
 class _Norm(nn.Module):
@@ -62,6 +68,12 @@ class _Norm(nn.Module):
         super()._apply(fn, recurse)  # to_empty() makes new parameters, and so may to()
         self._mark_parameters()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(
+            *args, **kwargs
+        )  # which may put other tensors into their place
+        self._mark_parameters()
 
     def _mark_parameters(self) -> None:
         """Mark parameters that have no mark; torch copies no attributes of parameters.
@@ -220,23 +232,6 @@ class FusedRMSNorm(_Norm):
         )
 
 
-def _mixed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords that mean something; complain about the others."""
-    if "elementwise_affine" in options:
-        warnings.warn(f"{name}: elementwise_affine is always True here.", stacklevel=3)
-        if not options["elementwise_affine"]:
-            raise RuntimeError(
-                f"{name} has a weight by definition: its result takes the weight's dtype. For "
-                f"elementwise_affine=False use {name.removeprefix('Mixed')}."
-            )
-    meant = ("bias", "device", "dtype", "sequence_parallel_enabled")
-    known = {key: options[key] for key in meant if key in options}
-    ignored = sorted(options.keys() - known.keys() - {"elementwise_affine"})
-    if ignored:
-        warnings.warn(f"{name}: ignored the keywords {', '.join(ignored)}.", stacklevel=3)
-    return known
-
-
 class MixedFusedLayerNorm(FusedLayerNorm):
     """:class:`FusedLayerNorm` for input of any floating-point dtype; the weight's is the result's.
 
@@ -255,7 +250,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         memory_efficient: bool = False,
         **kwargs: Any,
     ) -> None:
-        options = _mixed_options("MixedFusedLayerNorm", kwargs)
+        options = mixed_options("MixedFusedLayerNorm", kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient, **options)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -282,7 +277,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         memory_efficient: bool = False,
         **kwargs: Any,
     ) -> None:
-        options = _mixed_options("MixedFusedRMSNorm", kwargs)
+        options = mixed_options("MixedFusedRMSNorm", kwargs)
         if options.pop("bias", False):
             raise ValueError("MixedFusedRMSNorm: RMS normalization has no bias, got bias=True.")
         super().__init__(normalized_shape, eps, True, memory_efficient, **options)

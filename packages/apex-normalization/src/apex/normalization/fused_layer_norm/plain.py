@@ -43,7 +43,7 @@ def rms_norm(
 def layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, dims: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx, and dweight and dbias in dy's dtype, differentiable any number of times."""
+    """Return dx, and dweight and dbias in the weight's dtype; all can be differentiated again."""
     wide, grad = _wide(x, x.dtype, dy.dtype), _wide(dy, x.dtype, dy.dtype)
     over = _last(dims)
     deviation = wide - wide.mean(over, keepdim=True)
@@ -51,21 +51,23 @@ def layer_norm_gradients(
     xhat = deviation * rstd
     g = grad if weight is None else grad * weight.to(grad.dtype)
     dx = rstd * (g - g.mean(over, keepdim=True) - xhat * (g * xhat).mean(over, keepdim=True))
-    sums = [sum_rows(t, dims).to(dy.dtype) for t in (grad * xhat, grad)]
+    dtype = dy.dtype if weight is None else weight.dtype
+    sums = [sum_rows(t, dims).to(dtype) for t in (grad * xhat, grad)]
     return dx.to(x.dtype), *sums
 
 
 def rms_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, dims: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return dx, and dweight in dy's dtype, differentiable any number of times."""
+    """Return dx, and dweight in the weight's dtype; both can be differentiated again."""
     wide, grad = _wide(x, x.dtype, dy.dtype), _wide(dy, x.dtype, dy.dtype)
     over = _last(dims)
     rstd = torch.rsqrt(wide.square().mean(over, keepdim=True) + eps)
     xhat = wide * rstd
     g = grad if weight is None else grad * weight.to(grad.dtype)
     dx = rstd * (g - xhat * (g * xhat).mean(over, keepdim=True))
-    return dx.to(x.dtype), sum_rows(grad * xhat, dims).to(dy.dtype)
+    dtype = dy.dtype if weight is None else weight.dtype
+    return dx.to(x.dtype), sum_rows(grad * xhat, dims).to(dtype)
 
 
 def sum_rows(tensor: Tensor, dims: int) -> Tensor:
