@@ -1,5 +1,9 @@
 """Casts beyond a table of dtypes: in place, in every mode, and where a script changes the lists."""
 
+import itertools
+import math
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,11 +57,120 @@ def test_in_place_methods_keep_the_dtype_of_the_first(device):
     x = sample(device, half)
     alias = x
     x += sample(device, half)
-    assert x is alias
-    x += torch.ones((), device=device)  # a number
     x *= 2
     assert x is alias
     assert x.dtype is half
+    x += torch.ones((), device=device)
+    assert (x.dtype, alias.dtype) == (single, half)
+
+
+# Of a tensor and one without dimensions, which torch alone takes for a number.
+TWO = {
+    "add": lambda a, b: torch.add(a, b),  # looked up late, as it is replaced
+    "mul": lambda a, b: torch.mul(a, b),
+    "div": lambda a, b: torch.div(a, b),
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    ".add": lambda a, b: a.add(b),
+    ".mul": lambda a, b: a.mul(b),
+    ".div": lambda a, b: a.div(b),
+    "keywords": lambda a, b: torch.add(input=a, other=b, alpha=2),
+}
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+@pytest.mark.parametrize("source", LEVELS.values(), ids=LEVELS.keys())
+@pytest.mark.parametrize("function", TWO.values(), ids=TWO.keys())
+def test_scalars_in_float32_are_not_numbers(function, source, device):
+    """A sum, a norm, a learned temperature: values that 16 bits may not hold."""
+    amp.init(patch_type=source)
+    x = sample(device, source).requires_grad_()
+    scalar = torch.tensor(1e-5, device=device, requires_grad=True)
+    for a, b in ((x, scalar), (scalar, x)):
+        result = function(a, b)
+        assert result.dtype is single
+        assert torch.equal(result, function(a.float(), b.float()))
+        result.sum().backward()
+        assert (x.grad.dtype, scalar.grad.dtype) == (source, single)
+    for number in (2.5, 3, torch.tensor(3, device=device), scalar.to(source), scalar.double()):
+        assert function(x, number).dtype is source
+    with amp.disable_casts():
+        assert function(x, scalar).dtype is source
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparisons_with_scalars_in_float32(name, device):
+    amp.init()
+    x, scalar = torch.ones(4, device=device).half(), torch.tensor(1.0001, device=device)
+    for function in (getattr(torch, name), getattr(torch.Tensor, name), getattr(operator, name)):
+        assert torch.equal(function(x, scalar), function(x.float(), scalar))
+        assert torch.equal(function(scalar, x), function(scalar, x.float()))
+
+
+def test_scripts_and_compiled_code_with_scalars(device):
+    amp.init()
+    x, scalar = torch.ones(4, device=device).half(), torch.tensor(1e5, device=device)
+
+    def function(a, b):
+        return torch.mul(a, b), b - a, a.div(b)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for result in (*compiled(x, scalar), *function(x, scalar)):
+        assert result.dtype is single
+    scripted = torch.jit.script(script_of_two)
+    assert torch.equal(scripted(x.float(), scalar), script_of_two(x.float(), scalar))
+
+
+def script_of_two(a, b):
+    return torch.add(a, b) * torch.mul(a, b)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["addmm_", "addmv_", "addbmm_", "baddbmm_"])
+def test_products_in_place_take_the_dtype_of_the_first(name, level, device):
+    amp.init(patch_type=LEVELS[level])
+    shapes = {"addmm_": ((4, 4),) * 3, "addmv_": ((4,), (4, 4), (4,))}
+    shapes = shapes.get(name, ((4, 4) if name == "addbmm_" else (2, 4, 4), (2, 4, 4), (2, 4, 4)))
+    for dtypes in itertools.product((LEVELS[level], single), repeat=3):
+        operands = [
+            torch.linspace(0.1, 0.9, math.prod(s), device=device).view(s).to(d)
+            for s, d in zip(shapes, dtypes, strict=True)
+        ]
+        expected = getattr(operands[0].float(), name)(*(t.float() for t in operands[1:]))
+        result = getattr(operands[0], name)(*operands[1:])
+        assert result is operands[0]
+        assert result.dtype is dtypes[0]
+        torch.testing.assert_close(result.float(), expected, rtol=2e-2, atol=0)
+
+
+AS_GIVEN = {
+    "max_pool3d": lambda x: F.max_pool3d(x, 2),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, 2),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x, 2),
+    "max_unpool2d": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "max_unpool3d": lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2),
+    **{
+        f"{mode} {dims}d": lambda x, mode=mode, dims=dims: F.pad(
+            x[0] if dims == 1 else x[None] if dims == 3 else x, (1, 1) * dims, mode=mode
+        )
+        for mode in ("reflect", "replicate")
+        for dims in (1, 2, 3)
+    },
+}
+
+
+@pytest.mark.parametrize("source", [half, bfloat16, single], ids=str)
+@pytest.mark.parametrize("function", AS_GIVEN.values(), ids=AS_GIVEN.keys())
+def test_functions_in_no_list_keep_the_dtype(function, source, device):
+    """As on CUDA; autocast's own list for the CPU has them in float32."""
+    amp.init()
+    x = torch.rand(2, 4, 4, 4, device=device).to(source).requires_grad_()
+    y = function(x)
+    assert y.dtype is source
+    y.float().sum().backward()
+    assert x.grad.dtype is source
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def cases():
                 yield pytest.param(module, name, kind, id=f"{module.MODULE.__name__}.{name}")
 
 
-def call(module, name, x):
+def call(module, name, x, partner=(4, 4)):
+    """``partner``: the shape of the second tensor, of functions of any two."""
     if module is functional_overrides:
         return FUNCTIONAL[name](x)
     if name in UNARY:
@@ -141,7 +142,7 @@ def call(module, name, x):
     elif name in TORCH:
         arguments = TORCH[name](x)
     else:  # two tensors of different dtypes
-        arguments = x, w(x, 4, 4, dtype=single)
+        arguments = x, w(x, *partner, dtype=single)
     return getattr(module.MODULE, name)(*arguments)
 
 
@@ -169,6 +170,7 @@ def test_dtypes_of_results_and_gradients(module, name, kind, level, device):
             assert result is False
             continue
         assert result.dtype is expected
+        assert call(module, name, x.clone(), partner=()).dtype is expected
         assert result.device.type == ("cpu" if name == "cpu" else device.type)
         if expected is not torch.bool and not is_in_place:
             x.requires_grad_()
@@ -190,9 +192,10 @@ def test_dtypes_on_a_gpu_that_is_not_there(level):
             for module, name, kind in (case.values for case in cases()):
                 for source in (half, bfloat16, single) if name not in need_a_gpu else ():
                     x = torch.empty(4, 4, device="cuda", dtype=source)
-                    dtype = call(module, name, x).dtype
-                    if dtype is not expected_dtype(name, kind, level):
-                        wrong.append((name, source, dtype))
+                    for partner in ((4, 4), ()):
+                        dtype = call(module, name, x, partner).dtype
+                        if dtype is not expected_dtype(name, kind, level):
+                            wrong.append((name, source, partner, dtype))
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert wrong == []

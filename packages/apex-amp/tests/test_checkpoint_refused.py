@@ -1,6 +1,7 @@
 """Truncated and foreign checkpoints: a clear error, and the run goes on as if nothing had been."""
 
 import copy
+import importlib.util
 import io
 
 import pytest
@@ -13,10 +14,14 @@ from apex import amp
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
-def build(level, width=8):
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)  # 1e-8 is 0 in float16
+
+
+def build(level, width=8, make=adam):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, width))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)  # 1e-8 is 0 in float16
+    optimizer = make(model.parameters())
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
 
 
@@ -24,7 +29,7 @@ def train(model, optimizer, steps):
     for step in steps:
         torch.manual_seed(step)
         optimizer.zero_grad()
-        loss = F.mse_loss(model(torch.randn(5, 4)), torch.randn(5, 8))
+        loss = F.mse_loss(model(torch.randn(5, 4)), torch.randn(5, model[-1].out_features))
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
@@ -55,6 +60,12 @@ def load(path, model, optimizer):
         raise
 
 
+def trained_state(level, width):
+    model, optimizer = build(level, width)
+    train(model, optimizer, range(2))
+    return optimizer.state_dict()
+
+
 def saved(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -72,6 +83,16 @@ FOREIGN = {
         lambda level, state: {**state, "optimizer": {"state": {}, "param_groups": []}},
         ValueError,
         "parameter group",
+    ),
+    "SGD": (
+        lambda level, state: states(*build(level, make=lambda p: torch.optim.SGD(p, momentum=0.9))),
+        ValueError,
+        r"Adam.load_state_dict: param_groups\[0\] has the options \[momentum\], expected \[betas\]",
+    ),
+    "another model's optimizer": (
+        lambda level, state: {**state, "optimizer": trained_state(level, width=7)},
+        ValueError,
+        r"exp_avg of .*\[4\] has shape \[7, 6\], but the parameter \[8, 6\]",
     ),
     "no amp": (
         lambda level, state: {k: v for k, v in state.items() if k != "amp"},
@@ -125,6 +146,51 @@ def test_foreign_checkpoints_change_nothing(level, case, tmp_path):
     check_refused(
         level, tmp_path / "checkpoint.pt", lambda state: saved(change(level, state)), error, text
     )
+
+
+OPTIMIZERS = {
+    "Adam": adam,
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-4),
+}
+if importlib.util.find_spec("apex.optimizers"):
+    from apex.optimizers import FusedAdam, FusedSGD
+
+    OPTIMIZERS |= {
+        "FusedAdam": lambda p: FusedAdam(p, lr=0.01, eps=1e-4),
+        "FusedSGD": lambda p: FusedSGD(p, lr=0.01, momentum=0.9),
+    }
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_optimizer_refuses_by_itself(level, name, trained):
+    """Without the care of load(): the optimizer steps on as if nothing had been."""
+    foreign = []
+    for other in OPTIMIZERS:
+        model, optimizer = build(level, make=OPTIMIZERS[other])
+        train(model, optimizer, range(3) if trained else ())
+        if ("SGD" in name) is not ("SGD" in other):  # others may be alike
+            foreign.append(copy.deepcopy(optimizer.state_dict()))
+    if trained:
+        model, optimizer = build(level, width=7, make=OPTIMIZERS[name])
+        train(model, optimizer, range(3))
+        foreign.append(copy.deepcopy(optimizer.state_dict()))
+
+    results = []
+    for refused in ([], foreign):
+        model, optimizer = build(level, make=OPTIMIZERS[name])
+        train(model, optimizer, range(3))
+        for state in refused:
+            with pytest.raises(
+                ValueError, match=f"{name}.load_state_dict.* (seems to be|is of another)"
+            ):
+                optimizer.load_state_dict(state)
+        train(model, optimizer, range(3, 6))
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.99])

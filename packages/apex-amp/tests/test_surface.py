@@ -33,7 +33,8 @@ MODULES = {
     "amp.opt": "OptimWrapper",
     "amp.amp": "init half_function bfloat16_function float_function promote_function "
     "register_half_function register_bfloat16_function register_float_function "
-    "register_promote_function _DECORATOR_HANDLE _USER_CAST_REGISTRY _USER_PROMOTE_REGISTRY",
+    "register_promote_function _DECORATOR_HANDLE _decorator_helper _USER_CAST_REGISTRY "
+    "_USER_PROMOTE_REGISTRY",
     "amp.wrap": "make_cast_wrapper cached_cast make_promote_wrapper promote sequence_promote "
     "promote_match_arg0 err_if_any_half err_if_arg0_half rnn_cast new_rnn_cast disable_casts",
     "amp.utils": "is_cuda_enabled get_cuda_version is_fp_tensor is_nested should_cache "
@@ -143,6 +144,20 @@ def test_decorator_handle_is_the_last():
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16  # still in force
     amp.init()
     assert function(torch.ones(1)) is torch.float16
+
+
+def test_decorator_helper_asks_at_the_call():
+    from apex.amp.amp import _decorator_helper
+    from apex.amp.utils import maybe_float
+    from apex.amp.wrap import make_cast_wrapper
+
+    dtype_of = _decorator_helper(lambda x: x.dtype, maybe_float, make_cast_wrapper)
+    x = torch.ones(2).half()
+    assert dtype_of(x) is torch.float16
+    handle = amp.init()
+    assert dtype_of(x) is torch.float32
+    handle._deactivate()
+    assert dtype_of(x) is torch.float16
 
 
 def test_version():

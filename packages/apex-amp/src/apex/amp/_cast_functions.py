@@ -17,6 +17,15 @@ from ._nested import applier, to_type
 _FLOAT32_FUNCTIONS = ((F, "interpolate"), (F, "multilabel_soft_margin_loss"))
 # `half += float32` makes a float32 tensor of the left side, as `half + float32` does.
 _IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__")
+# Of two tensors, in float32 if one of them is, as amp's lists say. Left to themselves they take a
+# float32 tensor without dimensions for a number: a sum, a norm, a learned temperature.
+_ARITHMETIC = ("add", "div", "mul")
+_COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
+_OPERATORS = (
+    *("__add__", "__sub__", "__mul__", "__truediv__", "__div__"),
+    *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rdiv__"),
+    *("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"),
+)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -31,6 +40,12 @@ def cast_functions(except_for: Collection[tuple[int, str]] = ()) -> Iterator[Non
         _in_float32: _FLOAT32_FUNCTIONS,
         _method_in_float32: [(torch.Tensor, name) for name in ("cpu", "__ipow__")],
         _operator_in_widest: [(torch.Tensor, name) for name in _IN_PLACE_OPERATORS],
+        _with_scalars: [
+            (module, name)
+            for module in (torch, torch.Tensor)
+            for name in (*_ARITHMETIC, *_COMPARISONS, *_OPERATORS)
+            if hasattr(module, name)
+        ],
     }
     with contextlib.ExitStack() as undo:
         for make, functions in makers.items():
@@ -96,9 +111,39 @@ def _operator_in_widest(operator: Callable) -> Callable:
     @functools.wraps(operator)
     def wrapper(self: torch.Tensor, other: Any) -> Any:
         is_mixed = isinstance(other, torch.Tensor) and other.dtype is not self.dtype
-        # A tensor without dimensions counts as a number, in torch's own rules, too.
-        if is_mixed and other.is_floating_point() and other.dim() and _casts(self):
+        if is_mixed and other.is_floating_point() and _casts(self):
             self = self.to(torch.promote_types(self.dtype, other.dtype))
         return operator(self, other)
 
     return wrapper
+
+
+@functools.cache  # scripted code finds the function that stands for an operator by its id
+def _with_scalars(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        operands = (*args, *kwargs.values()) if kwargs else args
+        if len(operands) > 1 and _meets_scalar(operands[0], operands[1]):
+            args = tuple(map(_to_float32, args))
+            kwargs = {k: v if k == "out" else _to_float32(v) for k, v in kwargs.items()}
+        return function(*args, **kwargs)
+
+    name = function.__name__
+    if function is getattr(torch._C._VariableFunctions, name, None):
+        torch.jit._builtins._register_builtin(wrapper, f"aten::{name}")
+    return wrapper
+
+
+def _meets_scalar(a: Any, b: Any) -> bool:
+    """Whether one is a tensor to cast, and the other float32 without dimensions."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    if a.dtype is b.dtype or (a.dim() == 0) is (b.dim() == 0):
+        return False
+    scalar, tensor = (b, a) if a.dim() else (a, b)
+    return scalar.dtype is torch.float32 and _casts(tensor)
+
+
+def _to_float32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in _HALVES
+    return value.float() if is_half else value

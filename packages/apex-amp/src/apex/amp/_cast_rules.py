@@ -28,6 +28,8 @@ _WIDEST_EVERYWHERE = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add"),
     *("tensordot", "vdot"),
 )
+# in place, in the first argument's dtype,
+_FIRST_EVERYWHERE = ("addmm_", "addmv_", "addbmm_", "baddbmm_")
 # or not on 16-bit values, where the result could not be float32.
 _NOT_IN_16_BITS = (
     *("acos_", "asin_", "cosh_", "erfinv_", "exp_", "expm1_", "log_", "log10_", "log2_"),
@@ -58,6 +60,12 @@ _FLOAT32 = (
 )
 # In the widest dtype.
 _WIDEST = ("cat", "stack", "index_copy")
+# As they come: on CUDA they are in no list.
+_AS_GIVEN = (
+    *("max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "max_unpool2d", "max_unpool3d"),
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
+)
 _BANNED = "binary_cross_entropy"
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -82,8 +90,9 @@ def _kernels(device_type: str, allow_banned: bool) -> Iterator[tuple[str, Callab
     for name in _NOT_IN_16_BITS:
         yield name, _refusing(name, device_type)
     rules = [(_FLOAT32_EVERYWHERE, _float32), (_WIDEST_EVERYWHERE, _widest)]
+    rules.append((_FIRST_EVERYWHERE, _first))
     if device_type == "cpu":
-        rules += [(_LOWER, _lower), (_FLOAT32, _float32), (_WIDEST, _widest)]
+        rules += [(_LOWER, _lower), (_FLOAT32, _float32), (_WIDEST, _widest), (_AS_GIVEN, _none)]
     for names, make in rules:
         for name in names:
             yield name, _cast_first(name, make, device_type)
@@ -174,6 +183,14 @@ def _float32(values: Sequence[Any]) -> Cast:
 
 def _lower(values: Sequence[Any]) -> Cast:
     return _caster(torch.get_autocast_dtype("cpu"))
+
+
+def _first(values: Sequence[Any]) -> Cast:
+    return _caster(values[0].dtype)
+
+
+def _none(values: Sequence[Any]) -> None:
+    """No cast."""
 
 
 def _widest(values: Sequence[Any]) -> Cast | None:

@@ -14,7 +14,6 @@ import torch
 
 from ._amp_state import _amp_state, maybe_print
 from ._masters import HALVES, make_master
-from ._sharding import is_sharded
 
 _CLOSURE_TEXT = (
     "amp: {name}.step was called with a closure, which is not supported {when}. Compute the loss, "
@@ -213,44 +212,6 @@ def _checked_params(new_group: Any) -> list[torch.Tensor]:
                 "float32, float16 and bfloat16 parameters."
             )
     return params
-
-
-def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
-    """Load state for the masters, so that float32 state is not rounded to 16 bits on the way."""
-    self._amp_lazy_init()
-    return load_state(self, state_dict)
-
-
-def load_state(self: Any, state_dict: dict[str, Any]) -> Any:
-    """The original ``load_state_dict``, which keeps state of frozen 16-bit parameters in float32.
-
-    It casts state to its parameter's dtype. A frozen parameter has no master yet, but gets one, and
-    its state with it, when it is unfrozen.
-    """
-    stash = self._amp_stash
-    frozen = {id(p): p for _, p in stash.frozen if p.dtype in HALVES}
-    stand_ins = {key: _float32_like(param) for key, param in frozen.items()}
-    _replace_in_groups(self, stand_ins)
-    try:
-        return stash.originals["load_state_dict"](state_dict)
-    finally:
-        originals = {id(stand_in): frozen[key] for key, stand_in in stand_ins.items()}
-        _replace_in_groups(self, originals)
-        for key, stand_in in stand_ins.items():
-            if stand_in in self.state:
-                self.state[frozen[key]] = self.state.pop(stand_in)
-
-
-def _float32_like(param: torch.Tensor) -> torch.Tensor:
-    if is_sharded(param):
-        return torch.empty_like(param, dtype=torch.float32)
-    # Shape, dtype and device are looked at, not values: no memory for those.
-    return torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape)
-
-
-def _replace_in_groups(self: Any, replacements: dict[int, torch.Tensor]) -> None:
-    for group in self.param_groups if replacements else ():
-        group["params"] = [replacements.get(id(p), p) for p in group["params"]]
 
 
 def replace_method(optimizer: Any, name: str, function: Callable) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _grads, _optimizer_methods
+from . import _grads, _optimizer_methods, _optimizer_state
 from ._grads import (
     post_backward_models_are_masters,
     post_backward_no_master_weights,
@@ -91,7 +91,7 @@ def lazy_init_with_master_weights(self: Any) -> None:
             getattr(stash, name).append([])
         group["params"] = [_master_of(self, index, p, masters) for p in group["params"]]
     if self.state:  # in the dtype of the parameters, which has changed
-        _optimizer_methods.load_state(self, self.state_dict())
+        _optimizer_state.load_state(self, self.state_dict())
 
 
 def _master_of(
@@ -235,12 +235,12 @@ def _process_optimizer(optimizer: Any, properties: Properties) -> Any:
     replaced = {
         "step": _optimizer_methods.step,
         "add_param_group": _optimizer_methods.add_param_group_no_masters,
+        "load_state_dict": _optimizer_state.load_state_dict,
     }
     if stash.has_masters:
         methods["_master_params_to_model_params"] = _master_params_to_model_params
         replaced["zero_grad"] = _optimizer_methods.zero_grad
         replaced["add_param_group"] = _optimizer_methods.add_param_group_with_masters
-        replaced["load_state_dict"] = _optimizer_methods.load_state_dict
     for name, function in methods.items():
         setattr(optimizer, name, function.__get__(optimizer))
     for name, function in replaced.items():

@@ -17,6 +17,7 @@ from ._cpu_fp16 import float16_through_float32
 from ._list_changes import WIDEST, Registry, list_changes
 from ._nested import applier
 from .handle import AmpHandle, NoOpHandle
+from .utils import verbosify
 
 __all__ = [
     "bfloat16_function",
@@ -195,6 +196,23 @@ def _casting(fn: Callable, dtype: Any, is_registered: bool = False, leaf: bool =
         args, kwargs = applier(args, cast), applier(kwargs, cast)
         with handle._disable_casts() if leaf else contextlib.nullcontext():
             return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def _decorator_helper(orig_fn: Callable, cast_fn: Callable, wrap_fn: Callable) -> Callable:
+    """``wrap_fn(orig_fn, cast_fn, handle)`` at every call with the handle that is active then.
+
+    Of ROCm's Apex, for scripts that import it, with what is in :mod:`apex.amp.wrap`.
+    """
+
+    @functools.wraps(orig_fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        handle = _DECORATOR_HANDLE
+        if not handle.is_active():
+            return orig_fn(*args, **kwargs)
+        cast = verbosify(cast_fn, orig_fn.__name__, handle.verbose)
+        return wrap_fn(orig_fn, cast, handle)(*args, **kwargs)
 
     return wrapper
 
