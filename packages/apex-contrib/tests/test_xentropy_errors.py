@@ -92,6 +92,17 @@ def test_forward_op_refuses_float32_losses_of_float64():
         softmax_xentropy_forward(X.double(), Y, 0.0, None, True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transforms_are_refused(compiled):
+    """In compiled code torch gave gradients of zero instead of its error."""
+    gradient = torch.func.grad(lambda x: SoftmaxCrossEntropyLoss.apply(x, Y, 0.1, None).sum())
+    if compiled:
+        torch.compiler.reset()
+        gradient = torch.compile(gradient, backend="eager")
+    with pytest.raises(RuntimeError, match="setup_context"):
+        gradient(X)
+
+
 class TestLegacyModule:
     def test_same_numbers(self):
         import xentropy_cuda

@@ -69,11 +69,13 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
                 ``half_to_float`` is asked for other logits.
             TypeError: a dtype is not one of those above.
             RuntimeError: a label is out of range; on the CPU. On a GPU, where the check would wait
-                for the device, that row's loss and gradient are NaN.
+                for the device, that row's loss and gradient are NaN. Also where a transform of
+                ``torch.func`` is around the call, as with all classes like this.
 
         Source:
             Szegedy et al., *Rethinking the Inception Architecture*, CVPR 2016, section 7.
         """
+        _refuse_transforms()
         _check(logits, labels, smoothing, half_to_float)
         losses, maxima, sums_exp = ops.softmax_xentropy_forward(
             logits, labels, smoothing, padding_idx, half_to_float
@@ -96,6 +98,16 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
                 grad_losses, *ctx.saved_tensors, ctx.smoothing, ctx.padding_idx
             )
         return grad_logits, None, None, None, None
+
+
+def _refuse_transforms() -> None:
+    """Raise under ``torch.func``, as torch does itself, but for compiled code: that gives zeros."""
+    # isinstance(): torch's compiler takes what this returns for something else than None.
+    if isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter):
+        raise NotImplementedError(
+            "SoftmaxCrossEntropyLoss: torch.func cannot transform this function. Use "
+            "torch.nn.functional.cross_entropy there."
+        )
 
 
 def _plain_gradient(
