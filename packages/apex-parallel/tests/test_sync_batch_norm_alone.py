@@ -228,3 +228,15 @@ def test_compiles(last, device):
     norm = SyncBatchNorm(3, channel_last=last, fuse_relu=last).to(device).eval()
     # Channel first is torch's own batch norm in eval mode, which the compiler rounds differently.
     assert_compiles(norm, x, ulps=0 if last else 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transforms_are_refused(compiled):
+    """In compiled code torch gave gradients of zero instead of its error."""
+    norm = SyncBatchNorm(4, track_running_stats=False)
+    gradient = torch.func.grad(lambda x: (norm(x) ** 3).sum())
+    if compiled:
+        torch.compiler.reset()
+        gradient = torch.compile(gradient, backend="eager")
+    with pytest.raises(RuntimeError, match="setup_context"):
+        gradient(torch.randn(8, 4, 3))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from ._shared.native.transforms import refuse_transforms
 from .syncbn import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw, statistics_dtype
 from .syncbn.arrange import (
     NAME,
@@ -92,6 +93,7 @@ class SyncBatchnormFunction(Function):
                 they are not None. If False, normalize by the running ones.
             momentum: share of the batch in the new running statistics.
         """
+        refuse_transforms(NAME, "Use torch.nn.BatchNorm2d, or the like, there.")
         channel_last = channel_last or input.dim() == 2
         vectors = {
             "weight": weight,

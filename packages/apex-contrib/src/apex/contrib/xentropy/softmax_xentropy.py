@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._shared.native.transforms import refuse_transforms
 from . import ops
 
 __all__ = ["SoftmaxCrossEntropyLoss"]
@@ -75,7 +76,7 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
         Source:
             Szegedy et al., *Rethinking the Inception Architecture*, CVPR 2016, section 7.
         """
-        _refuse_transforms()
+        refuse_transforms("SoftmaxCrossEntropyLoss", "Use torch.nn.functional.cross_entropy there.")
         _check(logits, labels, smoothing, half_to_float)
         losses, maxima, sums_exp = ops.softmax_xentropy_forward(
             logits, labels, smoothing, padding_idx, half_to_float
@@ -98,16 +99,6 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
                 grad_losses, *ctx.saved_tensors, ctx.smoothing, ctx.padding_idx
             )
         return grad_logits, None, None, None, None
-
-
-def _refuse_transforms() -> None:
-    """Raise under ``torch.func``, as torch does itself, but for compiled code: that gives zeros."""
-    # isinstance(): torch's compiler takes what this returns for something else than None.
-    if isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter):
-        raise NotImplementedError(
-            "SoftmaxCrossEntropyLoss: torch.func cannot transform this function. Use "
-            "torch.nn.functional.cross_entropy there."
-        )
 
 
 def _plain_gradient(

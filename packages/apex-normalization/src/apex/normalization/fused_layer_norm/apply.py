@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+from .._shared.native.transforms import is_transformed
+
 
 def run(function: type[Function], *arguments: Any) -> Tensor:
     """Apply ``function`` in the way that serves these arguments; DTensors shard by shard."""
@@ -41,8 +43,7 @@ def needs_plain() -> bool:
     if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
         return True  # torch.func.jvp, jacfwd, dual_level; torch.jit.trace, the old ONNX exporter
     is_compiling = torch.compiler.is_compiling()
-    # isinstance(): torch's compiler takes what this returns for something else than None.
-    if isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter):
+    if is_transformed():
         # Without gradients vmap has rules for them; but compilers see grad mode only from outside.
         return is_compiling or torch.is_grad_enabled()
     return is_compiling and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
