@@ -62,6 +62,8 @@ def test_in_place_methods_keep_the_dtype_of_the_first(device):
     assert x.dtype is half
     x += torch.ones((), device=device)
     assert (x.dtype, alias.dtype) == (single, half)
+    alias += torch.ones((), device=device, dtype=torch.float64)  # as a number of Python's
+    assert alias.dtype is half
 
 
 # Of a tensor and one without dimensions, which torch alone takes for a number.

@@ -12,7 +12,13 @@ from apex.normalization import (
     fused_add_layer_norm,
     fused_add_rms_norm,
 )
+from apex.normalization.fused_add_norm.functions import (
+    FusedAddLayerNormFunction,
+    FusedAddRMSNormFunction,
+)
 from apex.normalization.fused_layer_norm import (
+    FusedLayerNormAffineFunction,
+    FusedRMSNormAffineFunction,
     fused_layer_norm,
     fused_layer_norm_affine,
     fused_rms_norm,
@@ -103,6 +109,27 @@ def test_compiled_transforms(name, transform, device):
         with torch.set_grad_enabled(grad_enabled):
             actual, expected = compiled(x, weight, bias), transform(theirs, x, weight, bias)
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+CLASSES = {
+    "layer": lambda x, w: FusedLayerNormAffineFunction.apply(x, w, w, (C,), EPS),
+    "rms": lambda x, w: FusedRMSNormAffineFunction.apply(x, w, (C,), EPS),
+    "add layer": lambda x, w: FusedAddLayerNormFunction.apply(x, x, w, w, EPS)[0],
+    "add rms": lambda x, w: FusedAddRMSNormFunction.apply(x, x, w, EPS)[0],
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("function", CLASSES.values(), ids=CLASSES.keys())
+def test_classes_refuse_transforms(function, compiled, device):
+    """In compiled code torch gave gradients of zero instead of its error."""
+    x, weight = torch.randn(3, C, device=device), torch.ones(C, device=device)
+    gradient = func.grad(lambda x: (function(x, weight) ** 3).sum())
+    if compiled:
+        torch.compiler.reset()
+        gradient = torch.compile(gradient, backend="eager")
+    with pytest.raises(RuntimeError, match="setup_context"):
+        gradient(x)
 
 
 @pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])

@@ -111,11 +111,15 @@ def _operator_in_widest(operator: Callable) -> Callable:
     @functools.wraps(operator)
     def wrapper(self: torch.Tensor, other: Any) -> Any:
         is_mixed = isinstance(other, torch.Tensor) and other.dtype is not self.dtype
-        if is_mixed and other.is_floating_point() and _casts(self):
+        if is_mixed and (_meets_scalar(self, other) or _is_array(other)) and _casts(self):
             self = self.to(torch.promote_types(self.dtype, other.dtype))
         return operator(self, other)
 
     return wrapper
+
+
+def _is_array(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() > 0
 
 
 @functools.cache  # scripted code finds the function that stands for an operator by its id

@@ -30,6 +30,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
     if self._amp_stash.has_masters:
         self._amp_lazy_init()
     state, groups = self.state, self.param_groups
+    params = [group["params"] for group in groups]
     _check_algorithm(self, state_dict.get("param_groups", ()))
     try:
         result = load_state(self, state_dict)
@@ -37,6 +38,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
         _check_shapes(self)
     except BaseException as error:
         self.state, self.param_groups = state, groups
+        for group, own in zip(groups, params, strict=True):
+            group["params"] = own  # load_state() puts others there for a while
         if isinstance(error, LookupError):
             raise ValueError(
                 f"amp: {type(self).__name__}.load_state_dict did not find {error}. It seems to be "

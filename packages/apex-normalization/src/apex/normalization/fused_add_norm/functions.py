@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._shared.native.transforms import refuse_transforms
 from ..fused_layer_norm import plain
 from ..fused_layer_norm.dtypes import cast, operand
+from ..fused_layer_norm.functions import REMEDY
 from .checks import check_add_operands
 from .ops import (
     add_layer_norm_backward,
@@ -75,6 +77,8 @@ class FusedAddLayerNormFunction(Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
+        if ctx is not None:
+            refuse_transforms("fused_add_layer_norm", REMEDY)
         check_add_operands("fused_add_layer_norm", x, residual, weight, bias, eps)
         operands = _kernel_operands(x, residual, weight, bias)
         y, total, mean, rstd = add_layer_norm_forward(*operands, weight.numel(), eps)
@@ -117,6 +121,8 @@ class FusedAddRMSNormFunction(Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
+        if ctx is not None:
+            refuse_transforms("fused_add_rms_norm", REMEDY)
         check_add_operands("fused_add_rms_norm", x, residual, weight, None, eps)
         operands = _kernel_operands(x, residual, weight)
         y, total, rstd = add_rms_norm_forward(*operands, weight.numel(), eps)

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._shared.native.transforms import refuse_transforms
 from . import plain
 from .checks import as_shape, check_operands, check_recoverable
 from .compute import Shape, layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
+
+REMEDY = "Use the functions and modules of apex.normalization instead of their autograd classes."
 
 
 class _NoSecondDerivative(Function):
@@ -50,6 +53,8 @@ def _layer_norm(
     ctx: Any, name: str, x: Tensor, weight, bias, shape: Shape, eps, memory_efficient, mixed
 ) -> Tensor:
     """Run the forward; save what the backward reads, unless ``ctx`` is None: then there is none."""
+    if ctx is not None:
+        refuse_transforms(name, REMEDY)
     y, mean, rstd = layer_norm(name, x, weight, bias, shape, eps, mixed)
     if ctx is None:
         return y
@@ -86,6 +91,8 @@ def _rms_norm(
     ctx: Any, name: str, x: Tensor, weight, shape: Shape, eps, memory_efficient, mixed
 ) -> Tensor:
     """Run the forward; save what the backward reads, unless ``ctx`` is None: then there is none."""
+    if ctx is not None:
+        refuse_transforms(name, REMEDY)
     y, rstd = rms_norm(name, x, weight, shape, eps, mixed)
     if ctx is None:
         return y
