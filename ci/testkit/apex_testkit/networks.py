@@ -5,6 +5,14 @@ import torch.nn.functional as F
 from torch import nn
 
 
+def skip(inputs, outputs, stride):
+    """What goes around a block: the input, or a convolution where the shape changes."""
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+
+
 class Basic(nn.Module):
     """The block of ResNet-18 (He et al. 2015)."""
 
@@ -15,11 +23,7 @@ class Basic(nn.Module):
             nn.ReLU(inplace=True),
             *(nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)),
         )
-        self.skip = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.skip = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+        self.skip = skip(inputs, outputs, stride)
 
     def forward(self, x):
         return F.relu(self.body(x) + self.skip(x))
@@ -38,11 +42,7 @@ class Bottleneck(nn.Module):
             nn.ReLU(inplace=True),
             *(nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)),
         )
-        self.skip = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.skip = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+        self.skip = skip(inputs, outputs, stride)
 
     def forward(self, x):
         return F.relu(self.body(x) + self.skip(x))
