@@ -1,6 +1,6 @@
 """Both norms as modules, against those of torch, from a single short row to 65,536 rows.
 
-At the small end nothing is measured but calls: of modules, checks, an autograd function and operators.
+At the small end it is calls that are measured: of a module, an autograd function, an operator.
 """
 
 import torch
