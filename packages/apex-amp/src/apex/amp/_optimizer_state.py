@@ -25,7 +25,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
 
     Raises:
         ValueError: it is the state of an optimizer of another kind, or for parameters of other
-            shapes. As with every other error, the optimizer has the state that it had.
+            shapes (looked at in torch's and Apex's optimizers). As with every other error, the
+            optimizer has the state that it had.
     """
     if self._amp_stash.has_masters:
         self._amp_lazy_init()
