@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 
 def is_transformed() -> bool:
@@ -18,7 +19,23 @@ def is_transformed() -> bool:
 def refuse_transforms(name: str, remedy: str) -> None:
     """Raise within ``torch.func``; for the forward of an ``autograd.Function`` that it cannot take.
 
-    torch raises there itself, but for compiled code: gradients are zeros then.
+    torch raises there itself, but for compiled code: gradients are zeros then, and tangents of
+    forward mode are lost.
     """
-    if is_transformed():
+    if is_transformed() or (torch.compiler.is_compiling() and _in_forward_mode()):
         raise NotImplementedError(f"{name}: torch.func cannot transform this function. {remedy}")
+
+
+def needs_plain() -> bool:
+    """Whether plain PyTorch must compute this call, because operators have no rule for what is
+    around it: ``torch.func``, forward-mode differentiation or ``torch.jit.trace``.
+
+    Ask in a function before its operator is called, and in the backward of an
+    ``autograd.Function``, which forward mode reaches too. Without the question, derivatives are
+    lost in part, without a word.
+    """
+    return is_transformed() or _in_forward_mode() or torch._C._get_tracing_state() is not None
+
+
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from apex.contrib import _ops
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
@@ -101,6 +102,17 @@ def test_transforms_are_refused(compiled):
         gradient = torch.compile(gradient, backend="eager")
     with pytest.raises(RuntimeError, match="setup_context"):
         gradient(X)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forward_mode_is_refused(compiled):
+    """In compiled code torch dropped the tangent instead of raising its error."""
+    loss = lambda x: SoftmaxCrossEntropyLoss.apply(x, Y, 0.1, None)
+    if compiled:
+        torch.compiler.reset()
+        loss = torch.compile(loss, backend="eager")
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        loss(forward_ad.make_dual(X, X))
 
 
 class TestLegacyModule:

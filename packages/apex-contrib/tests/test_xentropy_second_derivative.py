@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex_testkit import FLOATS, assert_as_accurate_as
@@ -81,6 +82,21 @@ def test_second_derivative(padding_idx, smoothing, device):
     actual = penalty_gradient(SoftmaxCrossEntropyLoss.apply)
     assert actual.abs().max() > 1e-3
     torch.testing.assert_close(actual, penalty_gradient(torch_losses), rtol=1e-12, atol=1e-14)
+
+
+def test_forward_mode_through_the_gradient(device):
+    """Without create_graph, where the kernel would drop the tangent of its gradient."""
+    logits, labels, grads = inputs((6, 5), torch.float64, device)
+    logits.requires_grad_()
+
+    def tangent(losses_of):
+        losses = losses_of(logits, labels, 0.1, None)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(grads, grads.cos())
+            (first,) = torch.autograd.grad(losses, logits, dual)
+            return forward_ad.unpack_dual(first).tangent
+
+    torch.testing.assert_close(tangent(SoftmaxCrossEntropyLoss.apply), tangent(torch_losses))
 
 
 def test_padded_rows_may_hold_anything(device):
