@@ -9,6 +9,22 @@ import pytest
 from environments import PACKAGES, copy_checkout
 
 ORACLE = "    return x - x.mean(-1, keepdim=True)\n"
+DERIVATIVES = {
+    "test_gradient",
+    "test_plain_gradient_is_the_kernels",
+    "test_transforms",
+    "test_forward_mode",
+}
+# Makes of the scaffold an op whose backward needs what its forward saves: x times centred x.
+SAVING = {
+    "return row_center_kernel(x.contiguous())": "return x * row_center_kernel(x.contiguous())",
+    "return row_center_kernel(grad.contiguous())": (
+        "return grad * row_center_kernel(x.contiguous()) + row_center_kernel(grad * x)"
+    ),
+    "return (wide - wide.mean(-1, keepdim=True)).to(x.dtype)": (
+        "return (wide * (wide - wide.mean(-1, keepdim=True))).to(x.dtype)"
+    ),
+}
 
 
 def new_op(checkout, *arguments, answers=""):
@@ -23,8 +39,8 @@ def new_op(checkout, *arguments, answers=""):
     )
 
 
-def run_tests(checkout, file, cache):
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-k", "not tall", str(file)]
+def run_tests(checkout, file, cache, chosen="not tall"):
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-k", chosen, str(file)]
     path = os.pathsep.join([str(checkout / "packages" / "apex-contrib" / "src"), str(checkout)])
     environment = os.environ | {"PYTHONPATH": path, "APEX_CACHE_DIR": str(cache)}
     environment.pop("APEX_JIT", None)
@@ -36,32 +52,55 @@ def run_tests(checkout, file, cache):
     return done.stdout, set(failed), set(passed)
 
 
-@pytest.mark.builds
-def test_exactly_the_oracle_is_missing(tmp_path):
-    checkout = copy_checkout(tmp_path / "checkout")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkout with the op row_center, its test, and a cache of kernels."""
+    folder = tmp_path_factory.mktemp("new_op")
+    checkout = copy_checkout(folder / "checkout")
     link = checkout / "packages/apex-contrib/src/apex/contrib/_shared"
     link.symlink_to(checkout / "shared_csrc")  # as an editable install makes it
-    made = new_op(checkout, "apex-contrib", "row_center")
-    assert made.returncode == 0, made.stderr
+    done = new_op(checkout, "apex-contrib", "row_center")
+    assert done.returncode == 0, done.stderr
+    return checkout, checkout / "packages/apex-contrib/tests/test_row_center.py", folder / "cache"
 
-    file = checkout / "packages/apex-contrib/tests/test_row_center.py"
-    output, failed, passed = run_tests(checkout, file, tmp_path / "cache")
+
+@pytest.mark.builds
+def test_exactly_the_oracle_is_missing(made):
+    file = made[1]
+    output, failed, passed = run_tests(*made)
     assert failed == {"test_matches_the_oracle"}, output
-    others = {
-        "test_gradient",
-        "test_is_a_good_citizen_of_torch",
-        "test_compiles",
-        "test_bad_input",
-    }
+    others = DERIVATIVES | {"test_is_a_good_citizen_of_torch", "test_compiles", "test_bad_input"}
     assert passed == others, output
     reasons = set(re.findall(r"^FAILED .*? - (.*)$", output, re.M))
     assert all(reason.startswith("Failed: write the oracle") for reason in reasons)
 
     text = re.sub(r"    pytest\.fail\(.*\n", ORACLE, file.read_text())
     file.write_text(text)
-    output, failed, passed = run_tests(checkout, file, tmp_path / "cache")
+    output, failed, passed = run_tests(*made)
     assert failed == set(), output
     assert passed == {*others, "test_matches_the_oracle"}
+
+
+@pytest.mark.builds
+def test_derivatives_of_an_op_that_saves_a_tensor(made):
+    """They are right; and its own test notices where they are lost, as torch would in silence."""
+    chosen = " or ".join(DERIVATIVES)
+    code = made[0] / "packages/apex-contrib/src/apex/contrib/row_center/__init__.py"
+    text = code.read_text()
+    for old, new in SAVING.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    code.write_text(text)
+    output, failed, passed = run_tests(*made, chosen)
+    assert (failed, passed) == (set(), DERIVATIVES), output
+
+    code.write_text(text.replace("torch.is_grad_enabled() or needs_plain()", "False"))
+    output, failed, _ = run_tests(*made, chosen)
+    assert failed == {"test_gradient"}, output
+
+    code.write_text(text.replace("if needs_plain() else", "if False else"))
+    output, failed, _ = run_tests(*made, chosen)
+    assert {"test_gradient", "test_transforms", "test_forward_mode"} <= failed, output
 
 
 def test_it_asks_until_the_answers_make_sense(tmp_path):

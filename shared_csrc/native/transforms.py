@@ -22,7 +22,7 @@ def refuse_transforms(name: str, remedy: str) -> None:
     torch raises there itself, but for compiled code: gradients are zeros then, and tangents of
     forward mode are lost.
     """
-    if is_transformed() or (torch.compiler.is_compiling() and _in_forward_mode()):
+    if is_transformed() or (torch.compiler.is_compiling() and in_forward_mode()):
         raise NotImplementedError(f"{name}: torch.func cannot transform this function. {remedy}")
 
 
@@ -34,8 +34,9 @@ def needs_plain() -> bool:
     ``autograd.Function``, which forward mode reaches too. Without the question, derivatives are
     lost in part, without a word.
     """
-    return is_transformed() or _in_forward_mode() or torch._C._get_tracing_state() is not None
+    return is_transformed() or in_forward_mode() or torch._C._get_tracing_state() is not None
 
 
-def _in_forward_mode() -> bool:
+def in_forward_mode() -> bool:
+    """Whether a ``forward_ad.dual_level()``, also that of ``torch.func.jvp``, is around this."""
     return forward_ad._current_level >= 0

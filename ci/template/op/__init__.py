@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
+from .._shared.native.transforms import needs_plain
 
 __all__ = ["my_op"]
 
@@ -16,14 +17,24 @@ def my_op_kernel(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+def _plain(x: Tensor) -> Tensor:
+    """The formula without fusion: for derivatives beyond the first, ``torch.func`` and the like."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide - wide.mean(-1, keepdim=True)).to(x.dtype)
+
+
 class _MyOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        return my_op_kernel(x)
+        ctx.save_for_backward(x)
+        return my_op_kernel(x.contiguous())
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        # Subtracting the mean is its own adjoint; save what your own formula needs in ctx.
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled() or needs_plain():  # create_graph: differentiated again
+            return torch.func.vjp(_plain, x)[1](grad)[0]
+        # Subtracting the mean is its own adjoint; call the kernel of your own gradient here.
         return my_op_kernel(grad.contiguous())
 
 
@@ -50,4 +61,4 @@ def my_op(x: Tensor) -> Tensor:
         raise TypeError(f"my_op: x must be floating point, got {x.dtype}.")
     if x.dim() == 0:
         raise ValueError("my_op: x must have at least one dimension, got a 0-d tensor.")
-    return _MyOp.apply(x.contiguous())
+    return _plain(x) if needs_plain() else _MyOp.apply(x)
