@@ -22,7 +22,7 @@ def refuse_transforms(name: str, remedy: str) -> None:
     torch raises there itself, but for compiled code: gradients are zeros then, and tangents of
     forward mode are lost.
     """
-    if is_transformed() or (torch.compiler.is_compiling() and in_forward_mode()):
+    if is_transformed() or (torch.compiler.is_compiling() and _in_forward_mode()):
         raise NotImplementedError(f"{name}: torch.func cannot transform this function. {remedy}")
 
 
@@ -30,13 +30,19 @@ def needs_plain() -> bool:
     """Whether plain PyTorch must compute this call, because operators have no rule for what is
     around it: ``torch.func``, forward-mode differentiation or ``torch.jit.trace``.
 
-    Ask in a function before its operator is called, and in the backward of an
-    ``autograd.Function``, which forward mode reaches too. Without the question, derivatives are
-    lost in part, without a word.
+    Ask before an operator or an ``autograd.Function`` is called: else derivatives are lost in
+    part, without a word.
     """
-    return is_transformed() or in_forward_mode() or torch._C._get_tracing_state() is not None
+    return is_transformed() or _in_forward_mode() or torch._C._get_tracing_state() is not None
 
 
-def in_forward_mode() -> bool:
-    """Whether a ``forward_ad.dual_level()``, also that of ``torch.func.jvp``, is around this."""
+def differentiated_again() -> bool:
+    """Whether the gradient that a ``backward`` computes is differentiated in turn.
+
+    By ``create_graph=True``, or in forward mode, which needs no such word.
+    """
+    return torch.is_grad_enabled() or _in_forward_mode()
+
+
+def _in_forward_mode() -> bool:
     return forward_ad._current_level >= 0

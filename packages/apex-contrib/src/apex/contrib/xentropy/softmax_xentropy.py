@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.transforms import needs_plain, refuse_transforms
+from .._shared.native.transforms import differentiated_again, refuse_transforms
 from . import ops
 
 __all__ = ["SoftmaxCrossEntropyLoss"]
@@ -89,7 +89,7 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the logits; ``grad_losses`` ``[N]`` is only read."""
-        if torch.is_grad_enabled() or needs_plain():
+        if differentiated_again():
             logits, _, _, labels = ctx.saved_tensors
             grad_logits = _plain_gradient(
                 grad_losses, logits, labels, ctx.smoothing, ctx.padding_idx
