@@ -239,3 +239,19 @@ def test_batched_gradients(kind, device):
         expected = torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
         for a, e in zip(batched, expected, strict=True):
             torch.testing.assert_close(a[i], e)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_dual_gradients(name, device):
+    """Of a call outside the level: the backward's kernels would drop the tangents in silence."""
+    x, weight, bias = torch.randn(3, C, device=device, dtype=torch.float64)
+    x = x[None].clone().requires_grad_()
+    tangents = []
+    for f in PAIRS[name]:
+        y = f(x, weight, bias)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(y.detach().sin(), y.detach().cos())
+            (gradient,) = torch.autograd.grad(y, x, dual)
+            tangents.append(forward_ad.unpack_dual(gradient).tangent)
+    tolerance = 1e-5 if "mixed" in name else 1e-10
+    torch.testing.assert_close(*tangents, rtol=tolerance, atol=tolerance)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._shared.native.transforms import refuse_transforms
+from .._shared.native.transforms import differentiated_again, refuse_transforms
 from ..fused_layer_norm import plain
 from ..fused_layer_norm.dtypes import cast, operand
 from ..fused_layer_norm.functions import REMEDY
@@ -99,7 +99,7 @@ class FusedAddLayerNormFunction(Function):
         if dy is None:
             return *_sum_grads(ctx, dsum), None, None, None
         wanted = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        if torch.is_grad_enabled():  # create_graph: by formulas that can be differentiated again
+        if differentiated_again():  # by formulas that can be
             dims = weight.dim()
             dx, dweight, dbias = plain.layer_norm_gradients(dy, total, weight, dims, ctx.eps)
             grads = _sum_grads(ctx, _plus(dx, dsum))
@@ -141,7 +141,7 @@ class FusedAddRMSNormFunction(Function):
         if dy is None:
             return *_sum_grads(ctx, dsum), None, None
         wanted = ctx.needs_input_grad[2]
-        if torch.is_grad_enabled():  # create_graph: by formulas that can be differentiated again
+        if differentiated_again():  # by formulas that can be
             dx, dweight = plain.rms_norm_gradients(dy, total, weight, weight.dim(), ctx.eps)
             grads = _sum_grads(ctx, _plus(dx, dsum))
         else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._shared.native.transforms import refuse_transforms
+from .._shared.native.transforms import differentiated_again, refuse_transforms
 from . import plain
 from .checks import as_shape, check_operands, check_recoverable
 from .compute import Shape, layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
@@ -77,7 +77,7 @@ def _fused_layer_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
 
 def _layer_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
     """Return dx, dweight and dbias, the latter None where not wanted; plain with create_graph."""
-    if not torch.is_grad_enabled():
+    if not differentiated_again():
         return _fused_layer_norm_grads(ctx, dy, weight_grads)
     if ctx.memory_efficient:
         return _refusing(ctx, _fused_layer_norm_grads, dy, weight_grads)
@@ -112,7 +112,7 @@ def _fused_rms_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
 
 def _rms_norm_grads(ctx: Any, dy: Tensor, weight_grads: bool):
     """Return dx and dweight, the latter None where not wanted; plain with create_graph."""
-    if not torch.is_grad_enabled():
+    if not differentiated_again():
         return _fused_rms_norm_grads(ctx, dy, weight_grads)
     if ctx.memory_efficient:
         return _refusing(ctx, _fused_rms_norm_grads, dy, weight_grads)
