@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from apex.parallel import SyncBatchNorm, sync_batchnorm
@@ -91,6 +92,10 @@ def test_second_derivative_is_refused(contiguous, shape, layout, kernel, device)
             (first,) = torch.autograd.grad(loss(), wanted, create_graph=True)
             with pytest.raises(RuntimeError, match="cannot be differentiated again"):
                 torch.autograd.grad(first.square().sum(), source)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(factors, factors)  # whose tangent would be lost
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(loss(), x, dual.sum())
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ._shared.native.transforms import refuse_transforms
+from ._shared.native.transforms import differentiated_again, refuse_transforms
 from .syncbn import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw, statistics_dtype
 from .syncbn.arrange import (
     NAME,
@@ -39,6 +39,8 @@ class _NoSecondDerivative(Function):
             "the like, where a second derivative is needed."
         )
 
+    jvp = backward  # a tangent of the incoming gradient asks for the same
+
 
 def not_twice_differentiable(backward: Callable) -> Callable:
     """Decorate a function's ``backward``: its gradients raise where they are differentiated.
@@ -50,7 +52,7 @@ def not_twice_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
+        if not differentiated_again():
             return backward(ctx, *grad_outputs)
         with torch.no_grad():
             grads = backward(ctx, *grad_outputs)
