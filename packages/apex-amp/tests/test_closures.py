@@ -45,7 +45,7 @@ def test_an_overflow_in_a_closure_skips_the_step(level, make_optimizer, capsys):
     before = copy.deepcopy((model.state_dict(), list(optimizer.state.values())))
     loss = optimizer.step(closure)
     assert loss.isfinite()
-    assert "skipping this step" in capsys.readouterr().out
+    assert "Skipping step" in capsys.readouterr().out
     assert _amp_state.loss_scalers[0].loss_scale() == 128.0
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[0][name])

@@ -62,7 +62,7 @@ def test_initialize(capsys):
     before = model.weight.clone()
     overflow(model, optimizer, loss_id=1)
     assert scales() == [65536.0, 65536.0]
-    assert "loss scaler 1 keeps its scale of 65536.0" in capsys.readouterr().out
+    assert "loss scaler 1 keeping its loss scale of 65536.0" in capsys.readouterr().out
     overflow(model, optimizer, loss_id=1)
     assert scales() == [65536.0, 32768.0]
     assert "loss scaler 1 reduces its scale to 32768.0" in capsys.readouterr().out

@@ -191,3 +191,15 @@ def test_a_delayed_check_that_comes_after_the_step(level):
     backward(loss_of(models[1]), optimizers[1])
     assert _amp_state.loss_scalers[0].loss_scale() == 128.0
     assert not any(optimizer._amp_stash.already_patched for optimizer in optimizers)
+
+
+def test_a_skipped_step_says_so_in_apexs_words(capsys):
+    """Logs are searched for them."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    with amp.scale_loss(model(torch.full((1, 2), torch.inf)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    expected = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    assert capsys.readouterr().out.endswith(expected)

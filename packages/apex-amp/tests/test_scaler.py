@@ -173,3 +173,36 @@ def test_nothing_is_unscaled_after_an_overflow(device):
     scaler.unscale([grad], [grad])
     scaler.unscale_with_stashed([grad], [grad], [grad])
     assert grad.item() == 1.0
+
+
+def test_a_flag_of_the_scripts_own():
+    """NVIDIA's BERT unscales with amp_C and hands its flag to the scaler."""
+    scaler = LossScaler("dynamic")
+    scaler.unscale([torch.ones(2)], [torch.ones(2)])
+    flag = torch.zeros(1, dtype=torch.int32)
+    scaler._overflow_buf = flag
+    assert scaler._overflow_buf is flag
+    assert not scaler.update_scale()
+    flag.fill_(1)
+    scaler._overflow_buf = flag
+    assert scaler.update_scale()
+    assert scaler.loss_scale() == 2.0**15
+    scaler.clear_overflow_state()
+    assert flag.item() == 0
+    scaler.unscale([torch.tensor([float("inf")])], [torch.ones(1)])
+    assert flag.item() == 1
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_subclass_with_a_flag_of_its_own(is_before):
+    class Scaler(LossScaler):
+        def __init__(self):
+            if is_before:
+                self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+            super().__init__("dynamic")
+            if not is_before:
+                self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+
+    scaler = Scaler()
+    scaler._overflow_buf.fill_(1)
+    assert scaler.update_scale()

@@ -25,6 +25,7 @@ class _ThreadState(threading.local):
         self.ambient: contextlib.ExitStack | None = None  # casts are on outside of model calls
         self.disabled_depth = 0  # nested disable_casts blocks
         self.is_in_backward = False  # casts are off for the C++ formulas of a backward pass
+        self.call_depth = 0  # nested calls of models
 
 
 class Casting:
@@ -46,6 +47,7 @@ class Casting:
         self.cache_enabled = cache_enabled
         self.verbose = verbose
         self.is_on = False
+        self.is_paused = False
         self._thread = _ThreadState()
 
     def __deepcopy__(self, memo: dict) -> Casting:
@@ -75,7 +77,35 @@ class Casting:
         if torch.compiler.is_compiling():
             # Dynamo cannot read thread-local objects, but it guards on autocast's own state.
             return self.is_on and any(torch.is_autocast_enabled(d) for d in self.device_types)
-        return self.is_on and self._thread.disabled_depth == 0
+        return self.is_on and not self.is_paused and self._thread.disabled_depth == 0
+
+    def pause(self, is_paused: bool) -> None:
+        """Switch casts off, in this thread at once and in model calls of all threads; or on again.
+
+        It is a state, not a block: whoever pauses in one function may go on in another.
+        """
+        if is_paused == self.is_paused:
+            return
+        self.is_paused = is_paused
+        self._apply_pause()
+
+    def _apply_pause(self) -> None:
+        thread = self._thread
+        is_ambient = thread.ambient is not None and not thread.is_in_backward
+        if self.is_on and (is_ambient or thread.call_depth) and not thread.disabled_depth:
+            for device_type in self.device_types:
+                torch.set_autocast_enabled(device_type, not self.is_paused)
+
+    @contextlib.contextmanager
+    def _block(self, enabled: bool, cache_enabled: bool = False) -> Iterator[None]:
+        """Autocast's state for a block; a pause that begins or ends in the block outlasts it."""
+        was_paused = self.is_paused
+        try:
+            with self._autocast(enabled and not was_paused, cache_enabled):
+                yield
+        finally:
+            if self.is_paused is not was_paused:
+                self._apply_pause()
 
     @contextlib.contextmanager
     def model_call(self) -> Iterator[None]:
@@ -83,12 +113,15 @@ class Casting:
         thread = self._thread
         if not self.is_on or thread.disabled_depth:
             yield
-        elif thread.ambient is None or thread.is_in_backward:
-            with self._autocast(enabled=True, cache_enabled=self._caches_weights):
+            return
+        is_ambient = thread.ambient is not None and not thread.is_in_backward
+        cached = self._caches_weights
+        with _weight_cache(cached) if is_ambient else self._block(True, cached):
+            thread.call_depth += 1
+            try:
                 yield
-        else:
-            with _weight_cache(self._caches_weights):
-                yield
+            finally:
+                thread.call_depth -= 1
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -97,23 +130,23 @@ class Casting:
             with self._autocast(enabled=False):
                 yield
             return
-        self._thread.disabled_depth += 1
-        try:
-            with self._autocast(enabled=False):
+        with self._block(enabled=False):
+            self._thread.disabled_depth += 1
+            try:
                 yield
-        finally:
-            self._thread.disabled_depth -= 1
+            finally:
+                self._thread.disabled_depth -= 1
 
     @contextlib.contextmanager
     def enabled(self) -> Iterator[None]:
         """Casts again, within :meth:`disabled`; for the closure of a step."""
         thread = self._thread
-        depth, thread.disabled_depth = thread.disabled_depth, 0
-        try:
-            with self._autocast(enabled=self.is_on, cache_enabled=False):
+        with self._block(enabled=self.is_on):
+            depth, thread.disabled_depth = thread.disabled_depth, 0
+            try:
                 yield
-        finally:
-            thread.disabled_depth = depth
+            finally:
+                thread.disabled_depth = depth
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -123,12 +156,13 @@ class Casting:
         run in 16 bits if casts stayed on.
         """
         thread = self._thread
-        before, thread.is_in_backward = thread.is_in_backward, True
-        try:
-            with self._autocast(enabled=False):
+        with self._block(enabled=False):
+            before, thread.is_in_backward = thread.is_in_backward, True
+            depth, thread.call_depth = thread.call_depth, 0
+            try:
                 yield
-        finally:
-            thread.is_in_backward = before
+            finally:
+                thread.is_in_backward, thread.call_depth = before, depth
 
     @contextlib.contextmanager
     def wrapped_autograd(self) -> Iterator[None]:

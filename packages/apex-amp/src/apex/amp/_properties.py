@@ -182,6 +182,11 @@ class O0(OptLevel):
     defaults = _defaults(torch.float32, None, None, False, 1.0)
 
 
+_LEAVING = (
+    "Casts end with amp._amp_state.handle._deactivate(), not by restoring functions of torch."
+)
+
+
 class O1(OptLevel):
     """float32 weights; functions that gain by it run in float16 (autocast)."""
 
@@ -189,7 +194,8 @@ class O1(OptLevel):
     brief = "O1:  Casts the arguments of functions to FP16 where that is fast and safe.\n"
     more = (
         "Weights stay float32. Convolutions and matrix products run in float16, functions that\n"
-        "need range or precision in float32. The loss is scaled dynamically. The usual choice."
+        "need range or precision in float32. The loss is scaled dynamically. The usual choice.\n"
+        f"{_LEAVING}"
     )
     defaults = _defaults(None, torch.float16, None, None, "dynamic")
 
@@ -223,7 +229,7 @@ class O4(OptLevel):
 
     name = "O4"
     brief = "O4:  Casts the arguments of functions to BFLOAT16 where that is fast and safe.\n"
-    more = "As O1 in bfloat16, whose range is that of float32: the loss is not scaled."
+    more = f"As O1 in bfloat16, whose range is that of float32: the loss is not scaled.\n{_LEAVING}"
     defaults = _defaults(None, torch.bfloat16, None, None, 1.0)
 
 

@@ -13,6 +13,12 @@ from ._masters import HALVES
 __all__ = ["AmpOptimizerState"]
 
 
+def overflow_notice(loss_id: int, new_scale: float, old_scale: float | None = None) -> str:
+    """What is printed of a skipped step, in Apex's words: logs are searched for them."""
+    change = "keeping its loss scale of" if new_scale == old_scale else "reducing loss scale to"
+    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {new_scale}"
+
+
 class AmpOptimizerState(AmpCAttributes):
     """What amp keeps with an optimizer, as its attribute ``_amp_stash``.
 
@@ -110,8 +116,4 @@ class AmpOptimizerState(AmpCAttributes):
         """Let the next step do nothing, whatever number of backward passes ask for it."""
         if not self.already_patched:
             self.already_patched = True
-            change = "keeps its scale of" if new_scale == old_scale else "reduces its scale to"
-            self.skip_notice = (
-                f"amp: gradient overflow, skipping this step; loss scaler {loss_id} {change} "
-                f"{new_scale}."
-            )
+            self.skip_notice = overflow_notice(loss_id, new_scale, old_scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -87,7 +88,8 @@ def initialize(
         loss_scale: a positive number, a string with one, or "dynamic".
         cast_model_outputs: dtype of the floating-point outputs of models. Default: float32 from
             cast models, as they come from others.
-        num_losses: number of loss scalers; ``scale_loss(loss_id=...)`` chooses.
+        num_losses: number of loss scalers; ``scale_loss(loss_id=...)`` chooses. 0 for models whose
+            losses are not scaled by :func:`scale_loss`.
         verbosity: 0: print nothing; 1: options and skipped steps; 2: also every cast of O1 and O4.
         min_loss_scale, max_loss_scale: bounds of dynamic loss scaling; None is no bound.
         patch_torch_functions_type: float16 for O1, bfloat16 for O4; the default.
@@ -186,6 +188,12 @@ def _resolve(overrides: dict[str, Any]) -> Properties:
         if value is not None:
             setattr(properties, name, value)
     _print("After processing overrides, optimization options are:", properties)
+    if opt_level == "O0" and properties.loss_scale != 1.0:
+        warnings.warn(
+            f"amp.initialize: loss_scale={properties.loss_scale} at opt_level O0 does not help: "
+            "float32 gradients need no loss scaling. Leave loss_scale out.",
+            stacklevel=3,
+        )
     return properties
 
 
@@ -219,9 +227,10 @@ def _checked(models: Any, optimizers: Any) -> tuple[list[torch.nn.Module], list[
 
 
 def _check_numbers(num_losses: int, hysteresis: int, cast_model_outputs: Any) -> None:
-    for name, value in (("num_losses", num_losses), ("hysteresis", hysteresis)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"amp.initialize: {name} must be a positive int, got {value!r}.")
+    if not isinstance(hysteresis, int) or hysteresis < 1:
+        raise ValueError(f"amp.initialize: hysteresis must be a positive int, got {hysteresis!r}.")
+    if not isinstance(num_losses, int) or num_losses < 0:
+        raise ValueError(f"amp.initialize: num_losses must be an int >= 0, got {num_losses!r}.")
     if cast_model_outputs is not None and not (
         isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
     ):

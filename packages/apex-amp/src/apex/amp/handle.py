@@ -190,6 +190,18 @@ class AmpHandle:
         return self._casting.is_active()
 
     @property
+    def _is_active(self) -> bool:
+        """Whether casts are in force; False switches them off in all threads, True on again.
+
+        Scripts for Apex set it in their own copies of :func:`disable_casts`.
+        """
+        return self._casting.is_on and not self._casting.is_paused
+
+    @_is_active.setter
+    def _is_active(self, value: bool) -> None:
+        self._casting.pause(not value)
+
+    @property
     def has_cache(self) -> bool:
         """Whether casts of weights are kept where that is sound."""
         return self._casting.cache_enabled

@@ -10,6 +10,7 @@ import torch
 
 from ._amp_state import master_params, maybe_print
 from ._grads import post_backward_models_are_masters, restore_grads, stash_grads
+from ._stash import overflow_notice
 from .scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -108,11 +109,8 @@ class OptimWrapper:
         for param in master_params(self._optimizer):
             handle.remove_cache(param)
         if overflows:
-            scales = ", ".join(str(self._loss_scaler[i].loss_scale()) for i in overflows)
-            maybe_print(
-                f"amp: gradient overflow in loss {', '.join(map(str, overflows))}, skipping this "
-                f"step; the loss scale is now {scales}."
-            )
+            for i in overflows:
+                maybe_print(overflow_notice(i, self._loss_scaler[i].loss_scale()))
             return None
         with handle._disable_casts():
             return self._optimizer.step()

@@ -112,6 +112,14 @@ class LossScaler(PythonUnscaling):
             return buffer
         return self.overflow_buf(torch.device("cpu"))
 
+    @_overflow_buf.setter
+    def _overflow_buf(self, buffer: Tensor) -> None:
+        # Scripts that unscale by themselves hand over the flag that they passed to amp_C.
+        others = {
+            d: b for d, b in vars(self).get("_overflow_bufs", {}).items() if d != buffer.device
+        }
+        self._overflow_bufs = {buffer.device: buffer, **others}
+
     def unscale(
         self,
         model_grads: Sequence[Tensor],
