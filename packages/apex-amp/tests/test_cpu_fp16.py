@@ -65,8 +65,10 @@ def test_convolutions_against_float64(case, bias):
     assert_as_accurate_as(run, actual, *inputs)
 
 
+@pytest.mark.parametrize("few", [_cpu_fp16._FEW, 0], ids=["torch's loops", "through float32"])
 @pytest.mark.parametrize("case", PRODUCTS)
-def test_products_against_float64(case):
+def test_products_against_float64(case, few, monkeypatch):
+    monkeypatch.setattr(_cpu_fp16, "_FEW", few)
     function, *shapes = PRODUCTS[case]
     inputs = [randn(*shape) for shape in shapes]
     run = lambda *inputs: outputs_and_gradients(function, *inputs)
@@ -175,6 +177,8 @@ def kernel_dtypes(monkeypatch, run):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels_never_reach_the_reference_kernels(level, monkeypatch):
+    monkeypatch.setattr(_cpu_fp16, "_FEW", 0)
+
     def train():
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2))
         model = amp.initialize(model, opt_level=level, verbosity=0)

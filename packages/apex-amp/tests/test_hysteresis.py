@@ -65,7 +65,7 @@ def test_initialize(capsys):
     assert "loss scaler 1 keeping its loss scale of 65536.0" in capsys.readouterr().out
     overflow(model, optimizer, loss_id=1)
     assert scales() == [65536.0, 32768.0]
-    assert "loss scaler 1 reduces its scale to 32768.0" in capsys.readouterr().out
+    assert "loss scaler 1 reducing loss scale to 32768.0" in capsys.readouterr().out
     assert torch.equal(model.weight, before)
 
 
