@@ -1,5 +1,6 @@
 """What scale, axpby and l2norm share: layouts, long lists, bad input; and the applier."""
 
+import importlib
 import subprocess
 import sys
 
@@ -153,6 +154,13 @@ def test_ops_compile_into_one_graph(device):
     actual = torch.compile(clip, fullgraph=True)(xs, zero_flag(device))
     for a, e in zip(actual, expected, strict=True):
         assert torch.equal(a, e)
+
+
+def test_submodule_has_apexs_name():
+    """Scripts import the class from there, and pickles name it."""
+    module = importlib.import_module("apex.multi_tensor_apply.multi_tensor_apply")
+    assert module.MultiTensorApply is MultiTensorApply
+    assert MultiTensorApply.__module__ == module.__name__
 
 
 def test_applier_passes_its_chunk_size_on():

@@ -4,7 +4,7 @@ Operators and the modules that define them have the same names. Modules of this 
 from the latter: from here they would get the module, while this file is being executed.
 """
 
-from .applier import MultiTensorApply, multi_tensor_applier, multi_tensor_applier_l2norm
+from .multi_tensor_apply import MultiTensorApply, multi_tensor_applier, multi_tensor_applier_l2norm
 from .multi_tensor_axpby import multi_tensor_axpby
 from .multi_tensor_l2norm import multi_tensor_l2norm
 from .multi_tensor_l2norm_scale import multi_tensor_l2norm_scale
