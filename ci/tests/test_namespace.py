@@ -3,6 +3,8 @@
 import pytest
 from environments import PACKAGES, build_editable, copy_checkout, forms, main_package, run
 
+import apex
+
 TWO_ORDERS = [PACKAGES, PACKAGES[::-1]]
 
 
@@ -12,7 +14,7 @@ def all_forms(packages) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_one_wheel_alone(environment, source_wheels, package):
-    """What is there works in every form; what is not says which wheel has it."""
+    """What is there works in every form; what is not says which wheel has it, or that none has."""
     environment.install(source_wheels[package])
     others = [p for p in PACKAGES if p != package]
     present = all_forms([package])
@@ -23,6 +25,18 @@ def test_one_wheel_alone(environment, source_wheels, package):
         types = ["ModuleNotFoundError", "AttributeError", "ModuleNotFoundError"]
         answers = results[3 * i : 3 * i + 3]
         assert answers == [f"{t}: {advice}pip install {missing}" for t in types]
+
+    names = {**apex._WHEELS, **apex._NOT_BUILT}
+    foreign = [name for name, owner in names.items() if owner != package]
+    results = environment.results(*(f"import apex, {name}" for name in foreign))
+    for name, result in zip(foreign, results, strict=True):
+        if name.startswith("apex.contrib."):
+            name = "apex.contrib"  # which is imported first
+        owner = names[name]
+        answer = f"{name} is not installed. It is part of {owner}: pip install {owner}"
+        if name in apex._NOT_BUILT:
+            answer = f"{name} is not built yet: no known release of {owner} has it."
+        assert result == f"ModuleNotFoundError: {answer}"
 
 
 @pytest.mark.parametrize("order", TWO_ORDERS, ids=["a-z", "z-a"])
@@ -68,13 +82,51 @@ def test_missing_wheel_is_not_there(environment, source_wheels):
     ]
 
 
-def test_what_an_installed_wheel_has_not_is_not_asked_for_again(environment, source_wheels):
+def test_every_name_of_apex_with_all_wheels(environment, source_wheels):
+    """A name moves from _NOT_BUILT to _WHEELS when it is built; both lists are checked here."""
+    environment.install(*source_wheels.values())
+    for lists in (apex._WHEELS, apex._NOT_BUILT, apex._REPLACED):
+        results = environment.results(*(f"import apex, {name}" for name in lists))
+        for (name, wheel), result in zip(lists.items(), results, strict=True):
+            if lists is apex._WHEELS:
+                assert result == "ok", name
+            elif lists is apex._REPLACED:
+                expected = f"{name} is not part of the Apex wheels. Use {wheel} instead."
+                assert result == f"ModuleNotFoundError: {expected}"
+            else:
+                expected = f"ModuleNotFoundError: {name} is not in {wheel} "
+                assert result.startswith(expected)
+                assert result.endswith(
+                    "which is installed; a later release may have it: "
+                    f"pip install --upgrade {wheel}"
+                )
+    existing = (f"import pkgutil; pkgutil.resolve_name({r!r})" for r in apex._REPLACED.values())
+    assert set(environment.results(*existing)) == {"ok"}
+
+
+def test_every_form_says_it(environment, source_wheels):
     environment.install(source_wheels["apex-contrib"])
-    for answer in environment.results("import apex.mlp", "from apex import mlp"):
-        assert answer.startswith("ModuleNotFoundError: apex.mlp is not in apex-contrib ")
-        assert answer.endswith(
-            "is installed; a later release may have it: pip install --upgrade apex-contrib"
-        )
+    expected = ": apex.contrib.group_norm is not in apex-contrib "
+    for answer in environment.results(
+        "import apex.contrib.group_norm",
+        "from apex.contrib import group_norm",
+        "from apex.contrib.group_norm import GroupNorm",
+        "import importlib; importlib.import_module('apex.contrib.group_norm')",
+    ):
+        assert answer.startswith(f"ModuleNotFoundError{expected}")
+    gone = "apex.pyprof is not part of the Apex wheels. Use torch.profiler instead."
+    assert environment.results(
+        "from apex import pyprof",
+        "import apex; apex.pyprof",
+        "from apex.contrib import no_such_name",
+        "import apex; from importlib.util import find_spec; assert find_spec('amp_C') is None",
+    ) == [
+        f"ModuleNotFoundError: {gone}",
+        f"AttributeError: {gone}",
+        f"ImportError: cannot import name 'no_such_name' from 'apex.contrib' ({environment.site}"
+        "/apex/contrib/__init__.py)",
+        "ok",
+    ]
 
 
 @pytest.mark.parametrize("editable_first", [True, False])

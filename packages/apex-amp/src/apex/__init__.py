@@ -13,21 +13,53 @@ from pkgutil import extend_path as _extend_path
 
 __path__ = _extend_path(__path__, __name__)
 
-# Subpackage: the wheel to install for it. Used for messages only: whatever is installed is found.
+# Names and the wheel to install for them. For messages only: whatever is installed is found.
 _WHEELS = {
-    "amp": "apex-amp",
-    "fp16_utils": "apex-amp",
-    "RNN": "apex-amp",
-    "optimizers": "apex-optimizers",
-    "multi_tensor_apply": "apex-optimizers",
-    "normalization": "apex-normalization",
-    "parallel": "apex-parallel",
-    "transformer": "apex-parallel",
-    "distributed_testing": "apex-parallel",
-    "contrib": "apex-contrib",
-    "mlp": "apex-contrib",
-    "fused_dense": "apex-contrib",
-    "fused_bias_swiglu": "apex-contrib",
+    **dict.fromkeys(
+        ("apex.amp", "apex.fp16_utils", "apex.RNN", "apex._autocast_utils"),
+        "apex-amp",
+    ),
+    **dict.fromkeys(("apex.optimizers", "apex.multi_tensor_apply", "amp_C"), "apex-optimizers"),
+    **dict.fromkeys(("apex.normalization", "fused_layer_norm_cuda"), "apex-normalization"),
+    **dict.fromkeys(("apex.parallel", "apex_C", "syncbn"), "apex-parallel"),
+    **dict.fromkeys(("apex.contrib", "apex.contrib.xentropy", "xentropy_cuda"), "apex-contrib"),
+}
+# The same for what no release has yet.
+_NOT_BUILT = {
+    **dict.fromkeys(
+        (
+            *("apex.transformer", "apex.distributed_testing", "fused_weight_gradient_mlp_cuda"),
+            *("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
+            *("scaled_softmax_cuda", "generic_scaled_masked_softmax_cuda"),
+            "fused_rotary_positional_embedding",
+        ),
+        "apex-parallel",
+    ),
+    **dict.fromkeys(
+        (
+            *("apex.mlp", "apex.fused_dense", "apex.fused_bias_swiglu"),
+            *("apex.contrib.bottleneck", "apex.contrib.clip_grad", "apex.contrib.conv_bias_relu"),
+            *("apex.contrib.cudnn_gbn", "apex.contrib.focal_loss", "apex.contrib.group_norm"),
+            *("apex.contrib.groupbn", "apex.contrib.index_mul_2d", "apex.contrib.layer_norm"),
+            *("apex.contrib.multihead_attn", "apex.contrib.nccl_allocator"),
+            *("apex.contrib.openfold_triton", "apex.contrib.optimizers"),
+            *("apex.contrib.peer_memory", "apex.contrib.sparsity", "apex.contrib.torchsched"),
+            *("apex.contrib.transducer", "mlp_cuda", "fused_dense_cuda", "fused_bias_swiglu"),
+            *("fast_layer_norm", "fused_adam_cuda", "fused_lamb_cuda", "distributed_adam_cuda"),
+            *("distributed_lamb_cuda", "focal_loss_cuda", "group_norm_cuda", "bnp"),
+            *("fused_index_mul_2d", "fast_multihead_attn", "fused_conv_bias_relu"),
+            *("transducer_joint_cuda", "transducer_loss_cuda", "peer_memory_cuda"),
+            *("nccl_p2p_cuda", "_apex_nccl_allocator", "permutation_search_cuda"),
+        ),
+        "apex-contrib",
+    ),
+}
+# Names that the wheels will not have, and what to use instead.
+_REPLACED = {
+    "apex.pyprof": "torch.profiler",
+    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
+    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
 }
 
 
@@ -36,13 +68,14 @@ def __getattr__(name: str):
     full_name = f"{__name__}.{name}"
     if not name.startswith("_") and _find_spec(full_name) is not None:
         return importlib.import_module(full_name)
-    if name not in _WHEELS:
+    advice = _advice(full_name)
+    if advice is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # `from apex import amp` asks hasattr() before it imports, and would replace any
     # AttributeError by one that does not name the wheel; an ImportError it passes on.
     if _sys._getframe(1).f_code.co_name == "_handle_fromlist":
-        raise ModuleNotFoundError(_advice(name), name=full_name)
-    raise AttributeError(_advice(name), name=name)
+        raise ModuleNotFoundError(advice, name=full_name)
+    raise AttributeError(advice, name=name)
 
 
 def __dir__():
@@ -51,16 +84,23 @@ def __dir__():
     return sorted({*globals(), *(module.name for module in iter_modules(__path__))})
 
 
-def _advice(name: str) -> str:
+def _advice(name: str) -> str | None:
+    """Say what to do where ``name`` cannot be imported; None for a name that is not Apex's."""
+    if name in _REPLACED:
+        return f"{name} is not part of the Apex wheels. Use {_REPLACED[name]} instead."
+    wheel = _WHEELS.get(name) or _NOT_BUILT.get(name)
+    if wheel is None:
+        return None
     from importlib.metadata import PackageNotFoundError, version
 
-    wheel = _WHEELS[name]
     try:
         there = version(wheel)
     except PackageNotFoundError:
-        return f"apex.{name} is not installed. It is part of {wheel}: pip install {wheel}"
+        if name in _NOT_BUILT:
+            return f"{name} is not built yet: no known release of {wheel} has it."
+        return f"{name} is not installed. It is part of {wheel}: pip install {wheel}"
     return (
-        f"apex.{name} is not in {wheel} {there}, which is installed; a later release may have it: "
+        f"{name} is not in {wheel} {there}, which is installed; a later release may have it: "
         f"pip install --upgrade {wheel}"
     )
 
@@ -70,11 +110,17 @@ class _MissingWheel:
 
     @staticmethod
     def find_spec(full_name: str, path=None, target=None):
-        package, _, name = full_name.partition(".")
+        if full_name not in _WHEELS and full_name not in _NOT_BUILT and full_name not in _REPLACED:
+            return
+        frame, callers = _sys._getframe(2), []
+        while frame is not None and len(callers) < 4:
+            callers.append(frame.f_code.co_name)
+            frame = frame.f_back
         # importlib.util.find_spec() goes through here too: to that, "not found" is an answer.
-        importing = _sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"
-        if package == __name__ and name in _WHEELS and importing:
-            raise ModuleNotFoundError(_advice(name), name=full_name)
+        if callers[0] == "_find_and_load_unlocked":
+            # `from apex.contrib import focal_loss` drops an error that has the module's name.
+            name = None if callers[-1] == "_handle_fromlist" else full_name
+            raise ModuleNotFoundError(_advice(full_name), name=name)
 
 
 def _warn_of_foreign_files() -> None:

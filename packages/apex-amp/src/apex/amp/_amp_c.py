@@ -27,8 +27,8 @@ class AmpCFunction:
             import amp_C
         except ImportError as error:
             raise AttributeError(
-                f"{owner.__name__}: {self.name} is a function of amp_C, which cannot be imported: "
-                f"{error}. It is part of apex-optimizers: pip install apex-optimizers"
+                f"{owner.__name__}: {self.name} is a function of amp_C, which belongs to "
+                f"apex-optimizers (pip install apex-optimizers) and cannot be imported: {error}"
             ) from error
         return getattr(amp_C, self.name)
 
