@@ -8,13 +8,14 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import jit, targets
-from .build import Op
 from .errors import BuildError
+
+if TYPE_CHECKING:  # the builder is imported at the first call: imports would take twice the time
+    from .build import Op
 
 __all__ = ["BuildError", "OpLibrary"]
 
@@ -56,20 +57,20 @@ class OpLibrary:
         name = schema.partition("(")[0].strip()
 
         def decorate(fake: Callable[..., Any]) -> Any:
-            folder = Path(file or fake.__code__.co_filename).resolve().parent
+            folder = Path(file or fake.__code__.co_filename).parent
             self.schemas[name] = schema
             self._torch_library.define(schema)
             torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._torch_library)
             overload = getattr(getattr(torch.ops, self.namespace), name).default
             self._torch_library.impl(
-                name, self._stub(overload, Op(folder.name, folder)), "CompositeExplicitAutograd"
+                name, self._stub(overload, folder), "CompositeExplicitAutograd"
             )
             overload.__doc__ = fake.__doc__
             return overload
 
         return decorate
 
-    def _stub(self, overload: Any, op: Op) -> Callable[..., Any]:
+    def _stub(self, overload: Any, op_folder: Path) -> Callable[..., Any]:
         """The kernel that runs until the real one is registered: loads that, and calls again."""
         this_thread = threading.local()
 
@@ -81,7 +82,7 @@ class OpLibrary:
                 raise NotImplementedError(
                     f"{overload.name()} has no kernel for {device_type} tensors."
                 )
-            self.load(op, device_type)
+            self.load(_op_in(op_folder.resolve()), device_type)
             this_thread.calls_again = True
             try:
                 return overload(*args, **kwargs)
@@ -98,6 +99,8 @@ class OpLibrary:
             BuildError: nothing prebuilt fits, and building is forbidden or fails; or the library
                 cannot be loaded.
         """
+        from . import jit, targets
+
         if device_type not in ("cpu", "cuda"):
             raise NotImplementedError(
                 f"{self.package}: {op.name} has no kernel for {device_type} tensors; it runs on "
@@ -127,6 +130,8 @@ class OpLibrary:
 
     def _prebuilt(self, op: Op, device_type: str) -> Path | None:
         """The wheel's own library with this op for this device, or None."""
+        from . import jit, targets
+
         backend = jit.backend_of(device_type)
         for entry in self.manifest().get("libraries", []):
             if entry["backend"] != backend or op.name not in entry["ops"]:
@@ -148,11 +153,18 @@ class OpLibrary:
 
     def available(self, op_folder: str | os.PathLike[str], device_type: str = "cpu") -> bool:
         """Whether an op's kernels are loaded, prebuilt, or could be built here; builds nothing."""
-        folder = Path(op_folder)
-        op = Op(folder.name, folder)
+        from . import jit
+
+        op = _op_in(Path(op_folder))
         if (op.name, device_type) in self._loaded or self._prebuilt(op, device_type) is not None:
             return True
         return jit.can_build(jit.backend_of(device_type))
+
+
+def _op_in(folder: Path) -> Op:
+    from .build import Op
+
+    return Op(folder.name, folder)
 
 
 def _device_type(arguments: tuple[Any, ...]) -> str:
