@@ -73,7 +73,9 @@ def check(kind, arguments, actual):
 
     assert_as_accurate_as(lambda *a: reference(*a)[:3], actual[:3], total, weight, bias, dy, dsum)
     rows = x.shape[0]
-    stores = max(1.0, (rows / 32) ** 0.5) if x.dtype == torch.float64 else 1.0
+    # Three in float64, whose truth errs as well: of (1, 33) truth's dweight is off by 1.1e-15,
+    # ours by 6.8e-16 (by numbers of 80 bits).
+    stores = max(3.0, (rows / 32) ** 0.5) if x.dtype == torch.float64 else 1.0
     assert_as_accurate_as(
         lambda *a: reference(*a)[3:], actual[3:], total, weight, bias, dy, dsum, ulps=stores
     )

@@ -12,10 +12,10 @@
 //
 // row.in(matrix) reads a row without staging (of a matrix with gaps between rows: row.in(matrix,
 // stride); read or written by a long functor: row.ahead(view)), row.max and row.sums<N> reduce,
-// row.fold reduces several numbers that depend on each other, row.at repeats an `each` for one
-// column, and every functor sees numbers of type T. A functor of `each` gets its arguments by
-// reference where it writes them.
-// Programs are copied to the GPU by value: members are pointers and numbers.
+// row.stage_result stages what an `each` writes, row.fold reduces several numbers that depend on
+// each other, row.at repeats an `each` for one column, and every functor sees numbers of type T. A
+// functor of `each` gets its arguments by reference where it writes them. Programs are copied to
+// the GPU by value: members are pointers and numbers.
 #pragma once
 
 #include "apex/core/config.h"

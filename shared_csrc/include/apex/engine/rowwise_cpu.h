@@ -64,6 +64,16 @@ class Row {
     return in(matrix);
   }
 
+  // each(functor, row.out(matrix), views...), and what it wrote, rounded, for several passes. The
+  // stores go through the cache, in which the row is read next.
+  template <class S, class F, class... Views>
+  auto stage_result(int, S* matrix, const F& functor, const Views&... views) const {
+    auto stored = out(matrix);
+    stored.streamed = false;
+    each(functor, stored, views...);
+    return in(static_cast<const S*>(matrix));
+  }
+
   // What program.row() staged in this slot, for the column_sums() that follows it in
   // rowwise_colwise().
   template <class S>

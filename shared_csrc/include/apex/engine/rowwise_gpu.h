@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "apex/core/gpu.h"
-#include "apex/engine/views.h"
+#include "apex/engine/packs_gpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -16,76 +16,6 @@ inline constexpr int64_t kGroupColumns = 1024;
 inline constexpr int kRowsPerBlock = 4;  // of such rows
 inline constexpr int kRowwiseThreads = 256;
 inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
-
-// A staged row: read from shared memory, or from where it came when it did not fit.
-template <class S, class T>
-struct StagedView {
-  using storage = S;
-  static constexpr bool kRead = true, kWritten = false;
-  const S* data;
-  const T* staged;  // null if not staged
-};
-
-template <class T, int N, class Indices, class... Views>
-struct GpuPack;
-
-template <class T, int N, size_t... I, class... Views>
-struct GpuPack<T, N, std::index_sequence<I...>, Views...> {
-  T values[sizeof...(Views) + 1][N];
-
-  template <class S>
-  APEX_DEVICE void load(const ReadView<S>& view, int64_t column, T (&into)[N], int count) {
-    if (count == N) {
-      load_pack(view.data + column, into);
-    } else {
-      load_some(view.data + column, into, count);
-    }
-  }
-  template <class S>
-  APEX_DEVICE void load(const StagedView<S, T>& view, int64_t column, T (&into)[N], int count) {
-    if (view.staged != nullptr) {
-      load(ReadView<T>{view.staged}, column, into, count);
-    } else {
-      load(ReadView<S>{view.data}, column, into, count);
-    }
-  }
-  template <class S>
-  APEX_DEVICE void load(const WriteView<S>&, int64_t, T (&into)[N], int) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) into[i] = T(0);
-  }
-  template <class View>
-  APEX_DEVICE void store(const View& view, int64_t column, const T (&from)[N], int count) {
-    if constexpr (View::kWritten) {
-      if (count == N) {
-        store_pack(view.data + column, from);
-      } else {
-        store_some(view.data + column, from, count);
-      }
-    }
-  }
-
-  APEX_DEVICE void load_all(int64_t column, int count, const Views&... views) {
-    (load(views, column, values[I], count), ...);
-  }
-  APEX_DEVICE void store_all(int64_t column, int count, const Views&... views) {
-    (store(views, column, values[I], count), ...);
-  }
-  template <class F>
-  APEX_DEVICE auto call(const F& functor, int lane) {
-    return functor(values[I][lane]...);
-  }
-  template <class F, class Sums>
-  APEX_DEVICE void call_into(const F& functor, Sums& sums, int lane) {
-    functor(sums, values[I][lane]...);
-  }
-};
-
-// Whether packs of N elements may be read at every multiple of N of this view.
-template <int N, class View>
-APEX_DEVICE bool view_aligned(const View& view) {
-  return is_aligned<N>(view.data);
-}
 
 template <class T>
 class Row {
@@ -130,6 +60,27 @@ class Row {
     return {source.data, into};
   }
 
+  // What `each` writes to `matrix`, staged as it reads from there.
+  template <class S, class F, class... Views>
+  APEX_DEVICE StagedView<S, T> stage_result(int slot, S* matrix, const F& functor,
+                                            const Views&... views) const {
+    WriteView<S> stored = out(matrix);
+    T* into = scratch_ == nullptr ? nullptr : scratch_ + slot * scratch_stride_;
+    sync();  // the row before is no longer read
+    if (into == nullptr) {
+      each(functor, stored, views...);
+    } else {
+      each(
+          [&](T& result, T& kept, auto... values) {
+            functor(result, values...);
+            kept = convert<T>(convert<S>(result));
+          },
+          stored, WriteView<T>{into}, views...);
+    }
+    sync();
+    return {stored.data, into};
+  }
+
   template <class F, class... Views>
   APEX_DEVICE T sum(const F& functor, const Views&... views) const {
     T total = T(0);
@@ -163,10 +114,11 @@ class Row {
   template <class S>
   APEX_DEVICE T pivot(const StagedView<S, T>& view) const {
     constexpr int kFirst = 4;
-    if (columns_ < kFirst) return columns_ == 0 ? T(0) : convert<T>(view.data[0]);
+    auto at = [&](int i) { return view.staged ? view.staged[i] : convert<T>(view.data[i]); };
+    if (columns_ < kFirst) return columns_ == 0 ? T(0) : at(0);
     T sum = T(0);
 #pragma unroll
-    for (int i = 0; i < kFirst; ++i) sum += convert<T>(view.data[i]);
+    for (int i = 0; i < kFirst; ++i) sum += at(i);
     return sum / T(kFirst);
   }
 

@@ -20,8 +20,11 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const T
     using T = compute_t<X>;
     rowwise(context, o.rows, columns,
             AddRmsNormForward<X, S, W>{
-                data<X>(x, "x"), data<S>(residual, "residual"), data<W>(weight, "weight"),
-                data<X>(y, "y"), data<S>(sum, "sum"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
+                {data<X>(x, "x"), data<S>(residual, "residual"), data<S>(sum, "sum")},
+                o.affine<W, T>(std::nullopt),
+                data<X>(y, "y"),
+                data<T>(rstd, "rstd"),
+                static_cast<T>(eps)});
   });
   return {y, sum, rstd};
 }
@@ -41,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy,
     dispatch_bool(dsum.has_value(), [&]<bool kHasSumGrad>() {
       using Program = AddRmsNormBackward<X, S, W, kHasSumGrad>;
       rowwise_colwise(context, o.rows, o.columns, weight_grads,
-                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), data<W>(weight, "weight"),
+                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), o.affine<W, T>(std::nullopt),
                               data<T>(rstd, "rstd"), grads.template pointers<X, S, kHasSumGrad>(),
                               data<W>(dweight, "dweight")});
     });

@@ -26,9 +26,11 @@ def fused_add_layer_norm(
         s = x + \mathrm{residual}, \qquad
         y = \frac{s - \mathrm{mean}(s)}{\sqrt{\mathrm{var}(s) + \epsilon}} \, w + b
 
-    The sum is rounded to its dtype first; ``y`` is the normalization of what is stored, so that
-    the two steps by themselves give the same. The backward reads the sum, not its terms, and adds
-    the gradient of ``s`` in the same pass.
+    The sum is rounded to its dtype first, and ``y`` is the normalization of what is stored. The
+    code for a row is that of :class:`FusedLayerNorm`, so add and norm as two steps give the same
+    bits (but on the CPU where that module calls torch's kernel: for small inputs). The backward
+    reads the sum, not its terms, and adds the gradient of ``s`` in the same pass: in 16 bits the
+    two steps round once more there.
 
     Args:
         x: ``[..., *weight.shape]``, what a layer returned.
@@ -63,7 +65,7 @@ def fused_add_layer_norm(
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, prenorm: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float | None = 1e-6, *, prenorm: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""RMS normalization of a residual connection's sum, in one pass over memory.
 
@@ -71,6 +73,8 @@ def fused_add_rms_norm(
         s = x + \mathrm{residual}, \qquad y = \frac{s}{\sqrt{\mathrm{mean}(s^2) + \epsilon}} \, w
 
     Arguments, results and errors are those of :func:`fused_add_layer_norm`, without a bias.
+    ``eps=None`` is machine epsilon as with ``torch.nn.functional.rms_norm``: float32's, or
+    float64's for float64 operands.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.

@@ -21,13 +21,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& 
   Context context(x);
   o.dispatch([&]<class X, class S, class W>() {
     using T = compute_t<X>;
-    dispatch_bool(bias.has_value(), [&]<bool kHasBias>() {
-      rowwise(context, o.rows, columns,
-              AddLayerNormForward<X, S, W, kHasBias>{
-                  data<X>(x, "x"), data<S>(residual, "residual"), data<W>(weight, "weight"),
-                  kHasBias ? data<W>(*bias, "bias") : nullptr, data<X>(y, "y"), data<S>(sum, "sum"),
-                  data<T>(mean, "mean"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
-    });
+    rowwise(context, o.rows, columns,
+            AddLayerNormForward<X, S, W>{
+                {data<X>(x, "x"), data<S>(residual, "residual"), data<S>(sum, "sum")},
+                o.affine<W, T>(bias),
+                data<X>(y, "y"),
+                data<T>(mean, "mean"),
+                data<T>(rstd, "rstd"),
+                static_cast<T>(eps)});
   });
   return {y, sum, mean, rstd};
 }
@@ -47,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     dispatch_bool(dsum.has_value(), [&]<bool kHasSumGrad>() {
       using Program = AddLayerNormBackward<X, S, W, kHasSumGrad>;
       rowwise_colwise(context, o.rows, o.columns, weight_grads,
-                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), data<W>(weight, "weight"),
+                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), o.affine<W, T>(std::nullopt),
                               data<T>(mean, "mean"), data<T>(rstd, "rstd"),
                               grads.template pointers<X, S, kHasSumGrad>(),
                               data<W>(dweight, "dweight"), data<W>(dbias, "dbias")});

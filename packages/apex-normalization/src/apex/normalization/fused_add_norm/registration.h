@@ -6,6 +6,7 @@
 #include "add.h"
 #include "apex/engine/colwise.h"
 #include "apex/engine/rowwise.h"
+#include "apex/math/norm/affine.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
@@ -57,6 +58,12 @@ struct Operands {
   }
   void check_statistics(const char* name, const Tensor& tensor) const {
     check_like(op, name, tensor, rows, statistics_dtype(x.scalar_type()), x);
+  }
+  template <class W, class T>
+  Affine<W, T> affine(const OptionalTensor& bias) const {
+    auto pointer = [](const Tensor& tensor) { return static_cast<const W*>(tensor.data_ptr()); };
+    return {pointer(weight), pointer(bias.value_or(weight)), ValueOr<T>(true, T(1)),
+            ValueOr<T>(bias.has_value(), T(0))};
   }
   Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x.scalar_type())); }
 

@@ -14,7 +14,7 @@
 #define APEX_NORM_ROW __attribute__((noinline))
 #endif
 
-namespace apex::normalization {
+namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 // A value, or a constant in its place. Chosen by masks: from a condition, compilers make two loops.
@@ -55,4 +55,4 @@ T smallest_divisor(double eps) {
 }
 
 }  // namespace APEX_BACKEND_NS
-}  // namespace apex::normalization
+}  // namespace apex
