@@ -53,6 +53,10 @@ SWAPPED = {
     "subclass": (lambda: NamedLayerNorm(8), FusedLayerNorm),
     "RMSNorm": (lambda: nn.RMSNorm(8, eps=1e-3), FusedRMSNorm),
     "RMSNorm, eps of torch": (lambda: nn.RMSNorm(8), FusedRMSNorm),
+    "RMSNorm, eps of torch, no weight": (
+        lambda: nn.RMSNorm(8, elementwise_affine=False),
+        FusedRMSNorm,
+    ),
     "RMSNorm without weight": (
         lambda: nn.RMSNorm(8, eps=1e-3, elementwise_affine=False),
         FusedRMSNorm,

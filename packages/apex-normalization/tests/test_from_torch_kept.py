@@ -139,7 +139,6 @@ KEPT = {
     "complex": (complex_weights, "other parameters or buffers"),
     "no eps": (without_eps, "none of variance_epsilon, eps, epsilon"),
     "meta": (lambda: LlamaRMSNorm(8).to("meta"), "meta device"),
-    "no dtype": (lambda: nn.RMSNorm(8, elementwise_affine=False), "neither eps nor a weight"),
 }
 
 

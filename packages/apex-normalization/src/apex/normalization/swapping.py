@@ -18,7 +18,7 @@ from .fused_layer_norm import (
     MixedFusedRMSNorm,
     plain,
 )
-from .fused_layer_norm.dtypes import FLOATING, statistics_dtype
+from .fused_layer_norm.dtypes import FLOATING
 
 _LOOKS_LIKE_A_NORM = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 # Attributes under which RMS norms keep their eps: Llama's and T5's, Gemma's and others', Flax's.
@@ -135,7 +135,7 @@ def _fused(module: nn.Module, memory_efficient: bool, mixed: bool) -> nn.Module:
         kind, eps, shape = FusedLayerNorm, module.eps, module.normalized_shape
     elif isinstance(module, nn.RMSNorm):
         _check_torch(module, nn.RMSNorm, {"weight"})
-        kind, eps, shape = FusedRMSNorm, _eps_of_torch(module), module.normalized_shape
+        kind, eps, shape = FusedRMSNorm, module.eps, module.normalized_shape
     else:
         eps = _check_rms_norm(module)
         kind, shape = FusedRMSNorm, module.weight.shape
@@ -193,14 +193,6 @@ def _check_torch(module: nn.Module, base: type[nn.Module], names: set[str]) -> N
     _check_methods(module, base)
     if any(p is not None and p.dtype not in FLOATING for p in module.parameters()):
         raise _NotSwapped("has parameters in a dtype that kernels do not take")
-
-
-def _eps_of_torch(module: nn.RMSNorm) -> float:
-    if module.eps is not None:
-        return module.eps
-    if module.weight is None:
-        raise _NotSwapped("has neither eps nor a weight whose dtype says what eps is; give it one")
-    return torch.finfo(statistics_dtype(module.weight.dtype)).eps
 
 
 def _check_rms_norm(module: nn.Module) -> float:

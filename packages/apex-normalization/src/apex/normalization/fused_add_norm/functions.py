@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from .._shared.native.transforms import differentiated_again, refuse_transforms
 from ..fused_layer_norm import plain
-from ..fused_layer_norm.dtypes import cast, operand
+from ..fused_layer_norm.dtypes import cast, operand, rms_eps
 from ..fused_layer_norm.functions import REMEDY
 from .checks import check_add_operands
 from .ops import (
@@ -123,6 +123,7 @@ class FusedAddRMSNormFunction(Function):
     def forward(ctx, x, residual, weight, eps):
         if ctx is not None:
             refuse_transforms("fused_add_rms_norm", REMEDY)
+        eps = rms_eps(x, eps)
         check_add_operands("fused_add_rms_norm", x, residual, weight, None, eps)
         operands = _kernel_operands(x, residual, weight)
         y, total, rstd = add_rms_norm_forward(*operands, weight.numel(), eps)
@@ -131,6 +132,7 @@ class FusedAddRMSNormFunction(Function):
 
     @staticmethod
     def plain(x, residual, weight, eps):
+        eps = rms_eps(x, eps)
         check_add_operands("fused_add_rms_norm", x, residual, weight, None, eps)
         total = _plain_sum(x, residual)
         return plain.rms_norm(total, weight, weight.dim(), eps, x.dtype)[0], total

@@ -66,8 +66,15 @@ def mixed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_eps(name: str, eps: float) -> None:
-    """Raise ValueError unless ``eps`` is finite and not negative."""
-    if not 0 <= eps < math.inf:
+    """Raise ValueError unless ``eps`` is finite and not negative; TypeError if it is no number."""
+    try:
+        is_good = 0 <= eps < math.inf
+    except TypeError:
+        raise TypeError(
+            f"{name}: eps must be a number, got {type(eps).__name__}. (None stands for machine "
+            "epsilon in RMS norms alone.)"
+        ) from None
+    if not is_good:
         raise ValueError(f"{name}: eps must be finite and not negative, got {eps}.")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 def statistics_dtype(x_dtype: torch.dtype) -> torch.dtype:
     """The dtype of mean and rstd, in which everything is computed."""
     return torch.float64 if x_dtype == torch.float64 else torch.float32
+
+
+def rms_eps(x: Any, eps: float | None) -> float:
+    """What ``eps=None`` means: as torch, machine epsilon of the dtype that is computed in."""
+    if eps is not None:
+        return eps
+    return torch.finfo(statistics_dtype(getattr(x, "dtype", None))).eps
 
 
 def kernel_dtypes(

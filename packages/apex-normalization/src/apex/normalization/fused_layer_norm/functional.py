@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .apply import run
 from .checks import as_shape
-from .dtypes import statistics_dtype
+from .dtypes import rms_eps, statistics_dtype
 from .functions import (
     FusedLayerNormAffineFunction,
     FusedLayerNormAffineMixedDtypesFunction,
@@ -134,7 +134,7 @@ def fused_rms_norm_affine(
     input: Tensor,
     weight: Tensor,
     normalized_shape: Shape,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
     r"""RMS normalization over the last dimensions, with a weight, in one pass.
@@ -142,6 +142,8 @@ def fused_rms_norm_affine(
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \, w
 
     Arguments, results and errors are those of :func:`fused_layer_norm_affine`, without a bias.
+    ``eps=None`` is machine epsilon as with ``torch.nn.functional.rms_norm``: float32's, or
+    float64's for float64 input.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
@@ -151,7 +153,7 @@ def fused_rms_norm_affine(
 
 
 def fused_rms_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` without a weight."""
     (input,) = _autocast(input)
@@ -162,7 +164,7 @@ def mixed_dtype_fused_rms_norm_affine(
     input: Tensor,
     weight: Tensor,
     normalized_shape: Shape,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` for a weight of another dtype, which becomes the result's."""
@@ -178,7 +180,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def manual_rms_norm(
-    input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float
+    input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float | None
 ) -> Tensor:
     """RMS normalization in plain PyTorch: the reference, differentiable any number of times.
 
@@ -186,7 +188,8 @@ def manual_rms_norm(
         input: ``[..., *normalized_shape]``.
         normalized_shape: sizes of the dimensions that are normalized together; an int is one.
         weight: ``normalized_shape``, or None.
-        eps: added to the mean square, which is computed in float32 (float64 if either is float64).
+        eps: added to the mean square, which is computed in float32 (float64 if either is float64);
+            None as for the fused functions.
 
     Returns:
         Shape of ``input``; dtype of ``weight``, or of ``input`` without one, as with the fused
@@ -195,7 +198,8 @@ def manual_rms_norm(
     dims = tuple(range(-len(as_shape(normalized_shape)), 0))
     out_dtype = input.dtype if weight is None else weight.dtype
     wide = input.to(statistics_dtype(torch.promote_types(input.dtype, out_dtype)))
-    normalized = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    mean_square = wide.square().mean(dims, keepdim=True)
+    normalized = wide * torch.rsqrt(mean_square + rms_eps(input, eps))
     normalized = normalized.to(out_dtype)
     return normalized if weight is None else weight * normalized
 

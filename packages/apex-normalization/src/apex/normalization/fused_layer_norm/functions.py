@@ -17,6 +17,7 @@ from .._shared.native.transforms import differentiated_again, refuse_transforms
 from . import plain
 from .checks import as_shape, check_operands, check_recoverable
 from .compute import Shape, layer_norm, layer_norm_gradients, rms_norm, rms_norm_gradients
+from .dtypes import rms_eps
 
 REMEDY = "Use the functions and modules of apex.normalization instead of their autograd classes."
 
@@ -93,6 +94,7 @@ def _rms_norm(
     """Run the forward; save what the backward reads, unless ``ctx`` is None: then there is none."""
     if ctx is not None:
         refuse_transforms(name, REMEDY)
+    eps = rms_eps(x, eps)
     y, rstd = rms_norm(name, x, weight, shape, eps, mixed)
     if ctx is None:
         return y
@@ -128,8 +130,8 @@ def _plain_layer_norm(name: str, x: Tensor, weight, bias, shape: Shape, eps: flo
     return plain.layer_norm(x, weight, bias, len(shape), eps, dtype)[0]
 
 
-def _plain_rms_norm(name: str, x: Tensor, weight, shape: Shape, eps: float, mixed: bool):
-    shape = as_shape(shape)
+def _plain_rms_norm(name: str, x: Tensor, weight, shape: Shape, eps: float | None, mixed: bool):
+    shape, eps = as_shape(shape), rms_eps(x, eps)
     check_operands(name, x, weight, None, shape, eps, mixed)
     return plain.rms_norm(x, weight, len(shape), eps, x.dtype if weight is None else weight.dtype)[
         0

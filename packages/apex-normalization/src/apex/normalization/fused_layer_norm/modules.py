@@ -31,6 +31,8 @@ for _function in (
 class _Norm(nn.Module):
     """What layer and RMS normalization share: shape, eps, options and the weight."""
 
+    _takes_no_eps = False  # whether eps may be None
+
     def __init__(
         self,
         normalized_shape,
@@ -42,7 +44,8 @@ class _Norm(nn.Module):
         dtype,
     ):
         super().__init__()
-        check_eps(type(self).__name__, eps)
+        if eps is not None or not self._takes_no_eps:
+            check_eps(type(self).__name__, eps)
         self.normalized_shape = torch.Size(as_shape(normalized_shape))
         self.eps = eps
         self.elementwise_affine = elementwise_affine
@@ -186,6 +189,8 @@ class FusedRMSNorm(_Norm):
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \, w
 
     Arguments, dtypes and errors are those of :class:`FusedLayerNorm`; there is no bias.
+    ``eps=None`` is machine epsilon as with :class:`torch.nn.RMSNorm`, whose default it is:
+    float32's, or float64's for float64 input.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
@@ -196,10 +201,12 @@ class FusedRMSNorm(_Norm):
         torch.Size([2, 10, 64])
     """
 
+    _takes_no_eps = True
+
     def __init__(
         self,
         normalized_shape: Shape,
-        eps: float = 1e-5,
+        eps: float | None = 1e-5,
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
         *,
@@ -272,7 +279,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     def __init__(
         self,
         normalized_shape: Shape,
-        eps: float = 1e-5,
+        eps: float | None = 1e-5,
         *,
         memory_efficient: bool = False,
         **kwargs: Any,
