@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import native
 from .apply import run
 from .checks import as_shape
 from .dtypes import rms_eps, statistics_dtype
@@ -59,6 +60,10 @@ def fused_layer_norm_affine(
     Mean and biased variance are computed in float32 (float64 for float64 input), from deviations
     from a number near the row's mean, so that rows far from zero keep their accuracy.
 
+    On the CPU ``torch.layer_norm`` takes up to four rows of at least 32 columns and at most 65,536
+    elements in all, where it is twice as fast: see ``native.py``. Its results are as accurate,
+    unless a row's mean is several times its standard deviation.
+
     Args:
         input: ``[..., *normalized_shape]``, float64, float32, float16 or bfloat16, any layout
             (non-contiguous input is copied first).
@@ -88,6 +93,10 @@ def fused_layer_norm_affine(
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
+    if not memory_efficient:
+        y = native.layer_norm(input, weight, bias, normalized_shape, eps)
+        if y is not None:
+            return y
     input, weight, bias = _autocast(input, weight, bias)
     return run(
         FusedLayerNormAffineFunction, input, weight, bias, normalized_shape, eps, memory_efficient
@@ -101,6 +110,10 @@ def fused_layer_norm(
 
     ``memory_efficient`` loses nothing here but the output's rounding.
     """
+    if not memory_efficient:
+        y = native.layer_norm(input, None, None, normalized_shape, eps)
+        if y is not None:
+            return y
     (input,) = _autocast(input)
     return run(FusedLayerNormFunction, input, normalized_shape, eps, memory_efficient)
 
@@ -118,6 +131,10 @@ def mixed_dtype_fused_layer_norm_affine(
     Every pair of float64, float32, float16 and bfloat16 works; the result is rounded once. A 16-bit
     input with float32 weights is read and written directly; other pairs cost a cast.
     """
+    if not memory_efficient:
+        y = native.layer_norm(input, weight, bias, normalized_shape, eps)
+        if y is not None:
+            return y
     input, weight, bias = _autocast(input, weight, bias)
     return run(
         FusedLayerNormAffineMixedDtypesFunction,

@@ -132,7 +132,9 @@ class FusedLayerNorm(_Norm):
             :class:`MixedFusedLayerNorm` for that.
 
     Note:
-        ``state_dict`` has ``weight`` and ``bias``, as that of :class:`torch.nn.LayerNorm`.
+        ``state_dict`` has ``weight`` and ``bias``, as that of :class:`torch.nn.LayerNorm`. On the
+        CPU up to four rows go to ``torch.layer_norm``; see
+        :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine`.
 
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.

@@ -1,0 +1,200 @@
+"""Layer norm of a few rows on the CPU is torch's: which calls are, and that both are exact."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm
+from apex.normalization.fused_layer_norm import (
+    FusedLayerNormAffineFunction,
+    fused_layer_norm,
+    fused_layer_norm_affine,
+    mixed_dtype_fused_layer_norm_affine,
+    native,
+    ops,
+)
+from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit.devices import runs_gpu_kernels
+
+EPS = 1e-5
+ROWS, ELEMENTS = 4, 65_536
+# On either side of all limits.
+TORCHS = [(1, 32), (2, 2, 768), (1, ELEMENTS), (ROWS, ELEMENTS // ROWS)]
+OURS = [(3, 31), (ROWS + 1, 33), (64, 64), (1, ELEMENTS + 1), (ROWS, ELEMENTS // ROWS + 1)]
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch, _ours_at_every_size):
+    monkeypatch.setattr(native, "ROWS", ROWS)
+    assert native.ELEMENTS == ELEMENTS
+
+
+def served_by_torch(y):
+    return "NativeLayerNorm" in type(y.grad_fn).__name__
+
+
+def formula(x, weight, bias):
+    deviation = x - x.mean(-1, keepdim=True)
+    xhat = deviation * torch.rsqrt(deviation.square().mean(-1, keepdim=True) + EPS)
+    return xhat * weight + bias
+
+
+def outputs_and_grads(norm, x, weight, bias, dy):
+    inputs = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = norm(*inputs)
+    return y.detach(), *torch.autograd.grad(y, inputs, dy)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [*TORCHS, *OURS], ids=str)
+def test_both_sides_are_accurate(shape, dtype, device):
+    x, dy = torch.randn(2, *shape, device=device, dtype=dtype)
+    weight, bias = torch.randn(2, shape[-1], device=device, dtype=dtype)
+    norm = lambda *args: fused_layer_norm_affine(*args, shape[-1], EPS)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    is_torchs = shape in TORCHS and not runs_gpu_kernels(device)
+    assert served_by_torch(norm(*leaves)) == is_torchs
+    actual = outputs_and_grads(norm, x, weight, bias, dy)
+    assert {t.dtype for t in actual} == {dtype}
+    assert all(t.is_contiguous() for t in actual)
+    reference = lambda *args: outputs_and_grads(formula, *args)
+    assert_as_accurate_as(lambda *a: reference(*a)[:2], actual[:2], x, weight, bias, dy)
+    assert_as_accurate_as(lambda *a: reference(*a)[2:], actual[2:], x, weight, bias, dy)
+
+
+def test_every_entrance(device):
+    """The modules and functions, with gradients or without, give the bits of one kernel."""
+    is_torchs = not runs_gpu_kernels(device)
+    x = torch.randn(3, 64, device=device, requires_grad=True)
+    module = FusedLayerNorm(64, EPS).to(device)
+    torch.nn.init.normal_(module.weight)
+    mixed = MixedFusedLayerNorm(64, EPS).to(device)
+    mixed.load_state_dict(module.state_dict())
+    norms = [
+        module,
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        mixed,
+        lambda x: fused_layer_norm_affine(x, module.weight, module.bias, 64, EPS),
+        lambda x: mixed_dtype_fused_layer_norm_affine(x, module.weight, module.bias, [64], EPS),
+        lambda x: fused_layer_norm(x, 64, EPS) * module.weight + module.bias,
+    ]
+    for norm in norms:
+        y = norm(x)
+        assert served_by_torch(y) == is_torchs or norm is norms[-1]
+        torch.testing.assert_close(y, module(x))
+        with torch.no_grad():
+            assert torch.equal(norm(x), y)
+    assert fused_layer_norm(x, 64).grad_fn is not None
+    transposed = torch.randn(64, 3, device=device).t()
+    assert module(transposed).is_contiguous()
+    assert torch.equal(module(transposed), module(transposed.contiguous()))
+
+
+def stays(x=(2, 64), dtype=torch.float32, weight=torch.float32, **options):
+    """A call that must not go to torch."""
+
+    def call():
+        module = FusedLayerNorm(64, dtype=weight, **options)
+        values = torch.randn(x, dtype=dtype)
+        if weight != dtype:
+            arguments = (module.weight, module.bias, 64)
+            return mixed_dtype_fused_layer_norm_affine(values, *arguments)
+        return module(values)
+
+    return call
+
+
+def autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        y = FusedLayerNorm(64)(torch.randn(2, 64))
+    assert y.dtype == torch.bfloat16
+    return y
+
+
+def of_the_class():
+    weight = torch.ones(64, requires_grad=True)
+    return FusedLayerNormAffineFunction.apply(torch.randn(2, 64), weight, None, 64, EPS)
+
+
+OURS_BY_KIND = {
+    "mixed dtypes": stays(dtype=torch.bfloat16),
+    "mixed dtypes, narrow weight": stays(weight=torch.bfloat16),
+    "memory_efficient": stays(memory_efficient=True),
+    "autocast": autocast,
+    "autograd class": of_the_class,
+    "RMS": lambda: FusedRMSNorm(64)(torch.randn(2, 64)),
+}
+
+
+@pytest.mark.parametrize("call", OURS_BY_KIND.values(), ids=OURS_BY_KIND.keys())
+def test_what_stays_ours(call):
+    y = call()
+    assert not served_by_torch(y)
+    assert "Fused" in type(y.grad_fn).__name__
+
+
+def test_compiled_code_keeps_our_operators(device):
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    module = FusedLayerNorm(64).to(device)
+    x = torch.randn(2, 64, device=device)
+    with torch.no_grad():
+        y = torch.compile(module, backend=backend, fullgraph=True)(x)
+        torch.testing.assert_close(y, module(x))
+    assert any("apex_normalization.layer_norm_forward" in target for target in seen)
+    batch = torch.export.Dim("batch")  # of any size: none of these limits becomes a guard
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
+    assert program.module()(torch.cat([x] * 9)).shape == (18, 64)
+    assert ops.layer_norm_forward in [node.target for node in program.graph.nodes]
+
+
+def test_higher_derivatives_and_transforms(device):
+    x = torch.randn(2, 32, device=device, dtype=torch.float64, requires_grad=True)
+    weight, bias = (t.requires_grad_() for t in torch.randn(2, 32, device=device).double())
+    norm = lambda *args: fused_layer_norm_affine(*args, 32, EPS)
+    assert torch.autograd.gradcheck(norm, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(norm, (x, weight, bias))
+    loss = lambda norm: lambda row: norm(row, weight, bias).sin().sum()
+    for transform in (torch.func.grad, torch.func.jacfwd, torch.func.hessian):
+        actual = torch.func.vmap(transform(loss(norm)))(x)
+        expected = torch.func.vmap(transform(loss(formula)))(x)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_kept_for_the_backward(device):
+    """No more than our function keeps: input, weight and two numbers a row."""
+    elements = []
+    x = torch.randn(3, 64, device=device, requires_grad=True)
+    module = FusedLayerNorm(64).to(device)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(lambda t: elements.append((t.data_ptr(), t.numel())), lambda t: t):
+        module(x)
+    assert sum(dict(elements).values()) <= x.numel() + 2 * 64 + 2 * 3
+
+
+X, W = torch.randn(2, 33), torch.randn(33)
+REFUSALS = {
+    "shape": (ValueError, r"normalized_shape is \[5\]", (X, W[:5], None, 5)),
+    "weight's shape": (ValueError, "weight has shape", (X, W[:5], None, 33)),
+    "bias alone": (ValueError, "bias was given without", (X, None, W, 33)),
+    "dtype": (TypeError, "weight is float64", (X, W.double(), None, 33)),
+    "bias's dtype": (TypeError, "bias is float64", (X, W, W.double(), 33)),
+    "integers": (TypeError, "must be a float64", (X.long(), W.long(), None, 33)),
+    "list": (TypeError, "weight must be", (X, [1.0] * 33, None, 33)),
+    "eps": (ValueError, "eps must be finite", (X, W, None, 33, -1.0)),
+    "no eps": (TypeError, "eps must be a number", (X, W, None, 33, None)),
+    "no shape": (ValueError, "at least one dimension", (X, W, None, ())),
+}
+
+
+@pytest.mark.parametrize(("error", "text", "arguments"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_refusals_are_ours(error, text, arguments):
+    with pytest.raises(error, match=text):
+        fused_layer_norm_affine(*arguments)
