@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "apex/core/scalar.h"
+#include "apex/math/decay.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -26,11 +27,11 @@ struct AdamStep {
 
   APEX_HD void operator()(T& p, T& g, T& m, T& v) const {
     T gradient = sign * g;
-    if constexpr (kDecay == Decay::kL2) gradient += weight_decay * p;
+    if constexpr (kDecay == Decay::kL2) gradient = add_decay(gradient, weight_decay, p);
     m = beta1 * m + alpha1 * gradient;
     v = beta2 * v + alpha2 * gradient * gradient;
     T update = (m * inverse_correction1) / (std::sqrt(v * inverse_correction2) + eps);
-    if constexpr (kDecay == Decay::kDecoupled) update += weight_decay * p;
+    if constexpr (kDecay == Decay::kDecoupled) update = add_decay(update, weight_decay, p);
     p -= lr * update;
   }
 };

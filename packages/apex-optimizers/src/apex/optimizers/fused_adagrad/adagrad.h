@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "apex/core/types.h"
+#include "apex/math/decay.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
@@ -21,10 +21,10 @@ struct AdagradStep {
 
   APEX_HD void operator()(T& p, T& g, T& sum) const {
     T gradient = sign * g;
-    if constexpr (!kDecoupled) gradient += weight_decay * p;
+    if constexpr (!kDecoupled) gradient = add_decay(gradient, weight_decay, p);
     sum += gradient * gradient;
     T update = gradient / (std::sqrt(sum) + eps);
-    if constexpr (kDecoupled) update += weight_decay * p;
+    if constexpr (kDecoupled) update = add_decay(update, weight_decay, p);
     p -= lr * update;
   }
 };

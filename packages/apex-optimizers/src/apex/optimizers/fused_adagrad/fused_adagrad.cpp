@@ -6,6 +6,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/held_lists.h"
+#include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
 
@@ -18,6 +19,7 @@ constexpr const char* kOp = "adagrad_step";
 void adagrad_step(const TensorList& params, const TensorList& grads, const TensorList& sums,
                   double lr, double eps, double weight_decay, bool decoupled, bool maximize) {
   if (params.empty()) return;
+  check_not_negative(kOp, "eps", eps);
   TensorTable table = make_table(kOp, {{"params", params}, {"grads", grads}, {"sums", sums}});
   ScalarType dtype = params[0].scalar_type(), sum_dtype = sums[0].scalar_type();
   check(grads[0].scalar_type() == dtype, kOp, ": params are ", dtype_name(dtype),

@@ -5,6 +5,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/held_lists.h"
+#include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
@@ -50,6 +51,9 @@ void adam_step(const TensorList& params, const TensorList& grads, const TensorLi
                double beta2, double eps, double weight_decay, int64_t step, bool bias_correction,
                bool decoupled, bool maximize) {
   if (params.empty()) return;
+  check_step("adam_step", step);
+  check_betas("adam_step", beta1, beta2);
+  check_not_negative("adam_step", "eps", eps);
   TensorTable table = adam_table("adam_step", params, grads, exp_avgs, exp_avg_sqs, masters);
   AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
   Context context(params[0]);
@@ -90,6 +94,8 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
                           bool maximize) {
   if (params.empty()) return;
   const char* op = "adam_step_capturable";
+  check_betas(op, beta1, beta2);
+  check_not_negative(op, "eps", eps);
   TensorTable table = adam_table(op, params, grads, exp_avgs, exp_avg_sqs, masters);
   AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
   auto device_lr = scalar<float>(number_near<float>(op, "lr", lr, params[0]));

@@ -24,7 +24,7 @@ struct CompactStep {
   MomentScales scales;
 
   APEX_HD void operator()(float& p, float& g, float& m, float& v) const {
-    float gradient = gradient_scale * g + l2_decay * p;
+    float gradient = add_decay(gradient_scale * g, l2_decay, p);
     m *= scales.read1;
     v *= scales.read2;
     step(p, gradient, m, v);
@@ -46,7 +46,7 @@ struct MomentPeaks {
   }
 
   APEX_HD void operator()(double (&peaks)[2], float& p, float& g, float& m, float& v) const {
-    float gradient = gradient_scale * g + l2_decay * p;
+    float gradient = add_decay(gradient_scale * g, l2_decay, p);
     float next1 = beta1 * (m * scales.read1) + alpha1 * gradient;
     float next2 = beta2 * (v * scales.read2) + alpha2 * gradient * gradient;
     // inf and NaN are stored as such; they must not take the others' scale.

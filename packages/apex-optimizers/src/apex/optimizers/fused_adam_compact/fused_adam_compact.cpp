@@ -4,6 +4,7 @@
 #include "apex/engine/foreach_fold.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
+#include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
 #include "compact.h"
@@ -48,6 +49,7 @@ Tensor adam_compact_peaks(const TensorList& params, const TensorList& grads,
                           double l2_decay, double gradient_scale) {
   const char* op = "adam_compact_peaks";
   check(!grads.empty(), op, ": grads must hold at least one tensor, got none.");
+  check_betas(op, beta1, beta2);
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
       v{"exp_avg_sqs", exp_avg_sqs};
   bool reads_params = l2_decay != 0;
@@ -85,6 +87,9 @@ void adam_step_compact(const TensorList& params, const TensorList& grads,
                        bool bias_correction, bool decoupled, double gradient_scale) {
   const char* op = "adam_step_compact";
   if (params.empty()) return;
+  check_step(op, step);
+  check_betas(op, beta1, beta2);
+  check_not_negative(op, "eps", eps);
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
       v{"exp_avg_sqs", exp_avg_sqs}, w{"masters", masters};
   TensorTable table = masters.empty() ? make_table(op, {p, g, m, v}, Empty::kKeep)

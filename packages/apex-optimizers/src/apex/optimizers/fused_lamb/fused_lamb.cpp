@@ -4,6 +4,7 @@
 #include "apex/engine/foreach_fold.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
+#include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
@@ -145,6 +146,9 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
                const OptionalTensor& found_inf, const OptionalTensor& squares, int64_t only_pass) {
   if (params.empty()) return;
   const char* op = "lamb_step";
+  if (!device_step) check_step(op, step);
+  check_betas(op, beta1, beta2);
+  check_not_negative(op, "eps", eps);
   Passes passes = chosen_passes(op, squares, only_pass, params);
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
       v{"exp_avg_sqs", exp_avg_sqs}, c{"copies", copies};
@@ -194,6 +198,9 @@ void lamb_stage1(const TensorList& grads, const TensorList& params, const Tensor
                  int64_t step, const Tensor& global_grad_norm, double max_grad_norm) {
   if (params.empty()) return;
   const char* op = "lamb_stage1";
+  check_step(op, step);
+  check_betas(op, beta1, beta2);
+  check_not_negative(op, "eps", eps);
   // Rows of tensors without elements stay: row i has decay i.
   TensorTable table = make_table(op,
                                  {{"grads", grads},

@@ -10,8 +10,10 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "apex/core/step_numbers.h"
+#include "apex/math/decay.h"
 #include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
@@ -25,17 +27,20 @@ struct LambHyper {
   // Of all gradients as they are given, in either type; both null: no clipping.
   const float* global_grad_norm = nullptr;
   const double* global_grad_norm_wide = nullptr;
-  double max_grad_norm = 0;                     // 0: no clipping
+  double max_grad_norm = 0;                     // 0 or infinite: no clipping
   const float* device_max_grad_norm = nullptr;  // not null: read instead
 
-  // What gradients are multiplied by: sign, inverse loss scale and clipping.
+  // What gradients are multiplied by: sign, inverse loss scale and clipping. As in
+  // torch.nn.utils.clip_grad_norm_ a norm of inf makes finite gradients 0 and infinite ones NaN,
+  // and a norm of NaN makes all of them NaN: hence not `norm > limit`.
   APEX_HD double gradient_factor() const {
     double factor = (maximize ? -1 : 1) * numbers.gradient_scale();
     double norm = 0, limit = max_grad_norm;
     if (global_grad_norm != nullptr) norm = *global_grad_norm;
     if (global_grad_norm_wide != nullptr) norm = *global_grad_norm_wide;
     if (device_max_grad_norm != nullptr) limit = *device_max_grad_norm;
-    return limit > 0 && norm > limit ? factor * (limit / norm) : factor;
+    bool clips = limit > 0 && limit <= std::numeric_limits<double>::max() && !(norm <= limit);
+    return clips ? factor * (limit / norm) : factor;
   }
 };
 
@@ -46,7 +51,8 @@ struct LambDirection {
   T decay;  // of the parameter; 0 where the decay is part of the gradient
 
   APEX_HD T operator()(T p, T m, T v) const {
-    return (m * inverse_correction1) / (std::sqrt(v * inverse_correction2) + eps) + decay * p;
+    return add_decay((m * inverse_correction1) / (std::sqrt(v * inverse_correction2) + eps), decay,
+                     p);
   }
 };
 
@@ -70,7 +76,7 @@ struct LambMoments {
   LambDirection<T> direction;
 
   APEX_HD T operator()(T& p, T& g, T& m, T& v) const {
-    T gradient = gradient_factor * g + decay * p;
+    T gradient = add_decay(gradient_factor * g, decay, p);
     m = beta1 * m + alpha1 * gradient;
     v = beta2 * v + alpha2 * gradient * gradient;
     return direction(p, m, v);
@@ -106,7 +112,7 @@ struct LambFirstPass {
 
 // The learning rate of a tensor, from the squares of its parameter's and its update's norm.
 APEX_HD double trusted_rate(double lr, bool adapts, double param_square, double update_square) {
-  return adapts && param_square != 0 && update_square != 0
+  return adapts && has_ratio(param_square) && update_square != 0
              ? lr * std::sqrt(param_square / update_square)
              : lr;
 }

@@ -58,7 +58,7 @@ struct StageTwo {
 
   APEX_HD StageTwoStep<T> for_tensor(int64_t tensor) const {
     double param = param_norms[tensor], update = update_norms[tensor];
-    return {static_cast<T>(adapts && param != 0 && update != 0 ? lr * (param / update) : lr)};
+    return {static_cast<T>(adapts && has_ratio(param) && update != 0 ? lr * (param / update) : lr)};
   }
 };
 

@@ -4,6 +4,7 @@
 #include "apex/engine/foreach.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
+#include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
 
@@ -71,6 +72,8 @@ void lars_step(const TensorList& params, const TensorList& grads, const TensorLi
                double momentum, double weight_decay, bool nesterov, bool first_run,
                double gradient_scale, const std::optional<Tensor>& noop_flag) {
   if (params.empty()) return;
+  check_not_negative(kOp, "momentum", momentum);
+  check_not_negative(kOp, "eps", eps);
   check(buffers.empty() == (momentum == 0), kOp,
         ": momentum_buffers must be given if momentum is not 0, and only then; got ",
         buffers.size(), " with momentum ", momentum, ".");

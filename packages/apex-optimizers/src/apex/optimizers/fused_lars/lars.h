@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "apex/math/decay.h"
 #include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
@@ -21,10 +22,10 @@ struct LarsStep {
   bool nesterov;
   bool first_run;  // the buffer's content is not read: it counts as 0
 
-  APEX_HD void operator()(T& p, T& g) const { p -= gain * g + decay * p; }
+  APEX_HD void operator()(T& p, T& g) const { p -= add_decay(gain * g, decay, p); }
 
   APEX_HD void operator()(T& p, T& g, T& buffer) const {
-    T update = gain * g + decay * p;
+    T update = add_decay(gain * g, decay, p);
     T kept = momentum * buffer;
     buffer = (first_run ? T(0) : kept) - update;
     p += nesterov ? momentum * buffer - update : buffer;
@@ -44,7 +45,7 @@ struct LarsSteps {
     if (grad_norms == nullptr) return T(1);
     T grad_norm = grad_norms[tensor] * std::abs(gradient_scale);
     T param_norm = param_norms[tensor];
-    if (grad_norm == T(0) || param_norm == T(0)) return T(1);
+    if (grad_norm == T(0) || !has_ratio(param_norm)) return T(1);
     return trust_coefficient * param_norm / (grad_norm + weight_decay * param_norm + eps);
   }
 

@@ -7,6 +7,7 @@
 #include "apex/math/maxnorm.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
+#include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
@@ -84,6 +85,9 @@ void novograd_step(const TensorList& params, const TensorList& grads, const Tens
                    const OptionalTensor& device_step, const OptionalTensor& inv_scale,
                    const OptionalTensor& found_inf) {
   if (params.empty()) return;
+  if (!device_step) check_step(kOp, step);
+  check_betas(kOp, beta1, beta2);
+  check_not_negative(kOp, "eps", eps);
   // Tensors without elements keep their rows: norms belong to indices of the lists.
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs};
   TensorTable table = make_table(kOp, {p, g, m}, Empty::kKeep);

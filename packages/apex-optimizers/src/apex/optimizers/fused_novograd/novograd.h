@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "apex/core/step_numbers.h"
+#include "apex/math/decay.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
@@ -42,11 +43,11 @@ struct NovoGradStep {
   APEX_HD void operator()(T& p, T& g, T& m) const {
     T gradient = factor * g;
     if constexpr (kInside) {
-      m = beta1 * m + alpha1 * (gradient / denominator + weight_decay * p);
+      m = beta1 * m + alpha1 * add_decay(gradient / denominator, weight_decay, p);
       p -= lr * (m * inverse_correction1);
     } else {
       m = beta1 * m + alpha1 * gradient;
-      p -= lr * ((m * inverse_correction1) / denominator + weight_decay * p);
+      p -= lr * add_decay((m * inverse_correction1) / denominator, weight_decay, p);
     }
   }
 };

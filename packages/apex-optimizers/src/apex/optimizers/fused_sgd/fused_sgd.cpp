@@ -6,6 +6,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/held_lists.h"
+#include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
 
@@ -55,6 +56,7 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
               bool wd_after_momentum, bool first_run, double gradient_scale,
               const std::optional<Tensor>& noop_flag) {
   if (params.empty()) return;
+  check_not_negative(kOp, "momentum", momentum);
   check(buffers.empty() == (momentum == 0), kOp,
         ": momentum_buffers must be given if momentum is not 0, and only then; got ",
         buffers.size(), " with momentum ", momentum, ".");

@@ -4,6 +4,7 @@
 // form of torch.optim.SGD: velocity in gradient units, multiplied by the learning rate of the step.
 #pragma once
 
+#include "apex/math/decay.h"
 #include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
@@ -21,16 +22,16 @@ struct SgdStep {
 
   APEX_HD void operator()(T& p, T& g) const {
     // Without momentum both places for the decay are the same.
-    p -= lr * (gradient_scale * g + weight_decay * p);
+    p -= lr * add_decay(gradient_scale * g, weight_decay, p);
   }
 
   APEX_HD void operator()(T& p, T& g, T& buffer) const {
     T gradient = gradient_scale * g;
-    if (!decay_after_momentum) gradient += weight_decay * p;
+    if (!decay_after_momentum) gradient = add_decay(gradient, weight_decay, p);
     T blended = momentum * buffer + alpha * gradient;
     buffer = first_run ? gradient : blended;
     T update = nesterov ? gradient + momentum * buffer : buffer;
-    if (decay_after_momentum) update += weight_decay * p;
+    if (decay_after_momentum) update = add_decay(update, weight_decay, p);
     p -= lr * update;
   }
 };
