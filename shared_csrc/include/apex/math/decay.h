@@ -12,8 +12,8 @@ inline namespace APEX_BACKEND_NS {
 // parameter would be NaN. Without a branch on values, so that compilers vectorize it.
 template <class T>
 APEX_HD T add_decay(T sum, T weight_decay, T p) {
-  T decayed = sum + weight_decay * p;
-  return weight_decay != T(0) ? decayed : sum;
+  if (weight_decay != T(0)) sum += weight_decay * p;
+  return sum;
 }
 
 // Whether a step adapts to a parameter of this norm, or square of a norm. It does not where that is

@@ -14,25 +14,24 @@ template <class T>
 struct SgdStep {
   using value_type = T;
 
-  T lr, momentum, weight_decay;
-  T alpha;           // 1 - dampening, computed in double by the caller
-  T gradient_scale;  // 1 / loss scale; negative to maximize
-  bool nesterov, decay_after_momentum;
+  T lr, momentum;
+  T decay, late_decay;  // added before momentum and after it; one of them is 0
+  T alpha;              // 1 - dampening, computed in double by the caller
+  T gradient_scale;     // 1 / loss scale; negative to maximize
+  bool nesterov;
   bool first_run;  // the buffer's content is not read: it becomes the gradient
 
   APEX_HD void operator()(T& p, T& g) const {
     // Without momentum both places for the decay are the same.
-    p -= lr * add_decay(gradient_scale * g, weight_decay, p);
+    p -= lr * add_decay(gradient_scale * g, decay + late_decay, p);
   }
 
   APEX_HD void operator()(T& p, T& g, T& buffer) const {
-    T gradient = gradient_scale * g;
-    if (!decay_after_momentum) gradient = add_decay(gradient, weight_decay, p);
+    T gradient = add_decay(gradient_scale * g, decay, p);
     T blended = momentum * buffer + alpha * gradient;
     buffer = first_run ? gradient : blended;
     T update = nesterov ? gradient + momentum * buffer : buffer;
-    if (decay_after_momentum) update = add_decay(update, weight_decay, p);
-    p -= lr * update;
+    p -= lr * add_decay(update, late_decay, p);
   }
 };
 
@@ -57,11 +56,11 @@ struct SgdLaunch {
   APEX_HD auto prepare() const {
     SgdStep<T> step{static_cast<T>(device_lr ? *device_lr : lr),
                     static_cast<T>(hyper.momentum),
-                    static_cast<T>(hyper.weight_decay),
+                    static_cast<T>(hyper.decay_after_momentum ? 0 : hyper.weight_decay),
+                    static_cast<T>(hyper.decay_after_momentum ? hyper.weight_decay : 0),
                     static_cast<T>(1 - hyper.dampening),
                     static_cast<T>(hyper.gradient_scale),
                     hyper.nesterov,
-                    hyper.decay_after_momentum,
                     hyper.first_run};
     if constexpr (kCopies) {
       return WithCopy<SgdStep<T>>{step};
