@@ -19,7 +19,7 @@ def lamb_reference(params, *grads_per_step, lr, weight_decay=0.01, eps=1e-6, **o
     for grads in grads_per_step:
         norms = [g.square().sum() for g in grads if g is not None]
         norm = torch.stack(norms).sum().sqrt() if norms else 0.0
-        clip = norm / limit if limit > 0 and norm > limit else 1.0
+        clip = norm / limit if limit > 0 and not norm <= limit else 1.0  # of nan: nan
         for i, g in enumerate(grads):
             if g is None:
                 continue

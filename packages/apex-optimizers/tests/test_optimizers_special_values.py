@@ -213,7 +213,7 @@ OPERATORS = {
     "lars": (call_lars, lars, "b", {}, True),
     "novograd": (call_novograd, novograd, "m", {}, True),
 }
-FLAGS = "bias_correction decoupled maximize grad_averaging use_nvlamb inside is_max_norm".split()
+FLAGS = ["bias_correction", "decoupled", "maximize", "grad_averaging", "use_nvlamb", "inside"]
 
 
 def draw_hyper(rng):
@@ -232,7 +232,10 @@ def draw_hyper(rng):
         "max_grad_norm": rng.choice([0.0, 1.0, INF]),
         "old_norm": rng.choice([0.0, 0.5, 1e20, INF, NAN]),
     }
-    flags = {name: rng.random() < 0.5 for name in (*FLAGS, "nesterov", "late", "first_run")}
+    flags = {
+        name: rng.random() < 0.5
+        for name in (*FLAGS, "is_max_norm", "nesterov", "late", "first_run")
+    }
     return numbers | flags
 
 
