@@ -144,6 +144,16 @@ def test_clipping_by_a_norm_that_is_not_finite_is_that_of_torch(cls, dtype, bad,
     assert params[1].isnan().all() == (bad != INF)
 
 
+@pytest.mark.parametrize("cls", [FusedLARS, FusedNovoGrad])
+def test_an_infinite_gradient_stops_its_tensor_and_nan_fills_it(cls, device):
+    for bad, is_kept in ((INF, True), (NAN, False)):
+        param = torch.nn.Parameter(torch.tensor([3.0, 4.0], device=device))
+        steps = [[torch.tensor([bad, 1.0], device=device)]]
+        run_steps(cls, [param], steps * 2, lr=0.125)
+        assert param[0].isnan()
+        assert (param[1] == 4.0) if is_kept else param[1].isnan()
+
+
 @pytest.mark.parametrize("limit", [0.0, INF])
 def test_a_limit_of_zero_or_infinity_never_clips(limit, device):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]

@@ -155,10 +155,9 @@ def call_compact(h, p, g, m, v):
 
 
 def call_lamb(h, p, g, m, v):
-    names = ("weight_decay", "step")
     flags = ("bias_correction", "grad_averaging", "decoupled", "use_nvlamb", "maximize")
     norm = _number(h["norm"], p, torch.float64)
-    numbers = (h["lr"], None, h["beta1"], h["beta2"], h["eps"], *(h[name] for name in names), None)
+    numbers = (h["lr"], None, *(h[name] for name in ADAM[1:6]), None)
     limit = (norm, h["max_grad_norm"], None, None, None)
     lamb_step(p, g, m, v, [], *numbers, *(h[name] for name in flags), *limit)
 
@@ -200,14 +199,14 @@ def call_novograd(h, p, g, m):
     novograd_step(p, g, m, norms, *numbers, *(h[name] for name in names))
 
 
-STAGES = {"decoupled": True, "maximize": False, "grad_averaging": True, "bias_correction": True}
+FIXED = {"decoupled": True, "maximize": False, "grad_averaging": True, "bias_correction": True}
 # The call, its formula, which states it has, what it fixes, and whether it takes float64.
 OPERATORS = {
     "adam": (call_adam, adam, "mv", {}, True),
     "adam_capturable": (call_capturable, adam, "mv", {}, True),
     "adam_compact": (call_compact, adam, "mv", {}, False),
     "lamb": (call_lamb, lamb, "mv", {}, True),
-    "lamb_stages": (call_stages, lamb, "mv", STAGES, True),
+    "lamb_stages": (call_stages, lamb, "mv", FIXED, True),
     "adagrad": (call_adagrad, adagrad, "v", {}, True),
     "sgd": (call_sgd, sgd, "b", {}, True),
     "lars": (call_lars, lars, "b", {}, True),

@@ -49,6 +49,28 @@ def test_groups_and_missing_gradients():
     assert [a.item(), b.item(), c.item()] == pytest.approx([*map(float, wanted), 3.0], rel=1e-14)
 
 
+@pytest.mark.parametrize("is_tensor", [True, False], ids=["tensor_decay", "decay"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_an_infinite_parameter_stays_without_decay(clip, is_tensor):
+    """Its norm gives no factor: the other elements take the wrapped optimizer's step."""
+    p = param([-float("inf"), 1.0])
+    optimizer = LARC(torch.optim.SGD([p], lr=0.25), clip=clip)
+    if is_tensor:
+        optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.0)
+    for _ in range(2):
+        p.grad = torch.tensor([0.0, 1.0], dtype=torch.float64)
+        optimizer.step()
+    assert p.tolist() == [-float("inf"), 0.5]
+
+
+def test_an_infinite_norm_gives_no_factor_with_decay():
+    p = param([float("inf"), 1.0])
+    p.grad = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    LARC(torch.optim.SGD([p], lr=0.25, weight_decay=0.5), clip=False).step()
+    assert p[0].isnan()  # inf less its own decay
+    assert p[1] == 1.0 - 0.25 * 1.5
+
+
 def test_float16_norms_do_not_overflow():
     p = param([300.0] * 4, torch.float16)  # the sum of squares is 360,000
     p.grad = torch.full_like(p, 1.0)

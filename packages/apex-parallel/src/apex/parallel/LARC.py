@@ -19,8 +19,9 @@ class LARC(Optimizer):
 
     with weight decay :math:`w` and trust :math:`\eta`. With ``clip`` the factor :math:`\lambda' =
     \min(\lambda / \mathrm{lr}, 1)` makes :math:`\lambda` an upper bound of the learning rate;
-    without, :math:`\lambda' = \lambda` scales the learning rate. Where either norm is zero
-    :math:`\lambda' = 1`. The wrapped optimizer then takes its step without weight decay.
+    without, :math:`\lambda' = \lambda` scales the learning rate. Where either norm is zero, or the
+    parameter's infinite, :math:`\lambda' = 1`. The wrapped optimizer then takes its step without
+    weight decay.
 
     Args:
         optimizer: the wrapped optimizer, whose ``param_groups`` and ``state`` are this one's.
@@ -178,11 +179,17 @@ class LARC(Optimizer):
         dtype = torch.promote_types(param.dtype, torch.float32)
         param_norm = torch.linalg.vector_norm(param, dtype=dtype)
         grad_norm = torch.linalg.vector_norm(grad, dtype=dtype)
-        factor = self.trust_coefficient * param_norm / (grad_norm + param_norm * decay + self.eps)
+        # Where a decay of 0 meets an infinite parameter, the product would be NaN.
+        has_decay = isinstance(decay, Tensor) or decay != 0
+        divisor = grad_norm + _decay_of(param_norm, decay) if has_decay else grad_norm
+        factor = self.trust_coefficient * param_norm / (divisor + self.eps)
         if self.clip:
             factor = (factor / lr).clamp_(max=1.0)
+        factor.nan_to_num_(nan=1.0, posinf=1.0)  # of an infinite parameter
         factor = torch.where((param_norm > 0) & (grad_norm > 0), factor, 1.0)
-        grad.add_(param * decay).mul_(factor)
+        if has_decay:
+            grad.add_(_decay_of(param, decay))
+        grad.mul_(factor)
 
     def _refuse_sparse(self) -> None:
         for number, group in enumerate(self.param_groups):
@@ -192,3 +199,10 @@ class LARC(Optimizer):
                         f"LARC: the gradient of parameter {position} of group {number} is sparse. "
                         "Keep such parameters in an optimizer without LARC."
                     )
+
+
+def _decay_of(value: Tensor, decay: Any) -> Tensor:
+    """``value * decay``; a decay of 0 in a tensor is not read, which would wait for the device."""
+    return (
+        torch.where(decay != 0, value * decay, 0.0) if isinstance(decay, Tensor) else value * decay
+    )

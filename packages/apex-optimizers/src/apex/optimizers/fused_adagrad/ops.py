@@ -40,7 +40,8 @@ def adagrad_step(
         maximize: go up instead of down.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+        RuntimeError: lists, dtypes, devices or layouts do not match, or ``eps`` is negative;
+            nothing is changed then.
 
     Source:
         Duchi, Hazan & Singer 2011, figure 1, in the form of :class:`torch.optim.Adagrad`.

@@ -49,7 +49,8 @@ def adam_step(
         maximize: use the negative gradient.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+        RuntimeError: lists, dtypes, devices or layouts do not match, ``step`` is below 1, a beta is
+            outside [0, 1), or ``eps`` is negative; nothing is changed then.
 
     Source:
         Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.

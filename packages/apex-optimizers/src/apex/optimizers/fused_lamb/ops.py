@@ -46,7 +46,7 @@ def lamb_step(
 
     Lists have one length; tensor ``i`` of each list has the same number of elements and layout::
 
-        clip = max(1, global_grad_norm / max_grad_norm)
+        clip = max(1, global_grad_norm / max_grad_norm)    (nan if the norm is)
         g = inv_scale * grads[i] / clip    (-g to maximize; + weight_decay * p unless decoupled)
         m = beta1 * m + (1 - beta1 if grad_averaging else 1) * g
         v = beta2 * v + (1 - beta2) * g**2
@@ -54,7 +54,7 @@ def lamb_step(
         p = p - lr * norm(p) / norm(u) * u
 
     with ``c = 1 - beta**step``, or 1 without ``bias_correction``. The ratio of norms is 1 where one
-    of them is 0, and for all tensors if ``weight_decay`` is 0 and not ``use_nvlamb``.
+    is 0 or ``norm(p)`` infinite, and everywhere if ``weight_decay`` is 0 and not ``use_nvlamb``.
 
     Args:
         params: float64, float32, float16 or bfloat16, all of one dtype and device.
@@ -67,7 +67,7 @@ def lamb_step(
         use_nvlamb: use the ratio of norms also without decay.
         global_grad_norm: float32 or float64, one element: the norm of the gradients of all tensors
             of the model, in the unit of ``max_grad_norm``. None: no clipping.
-        max_grad_norm: what gradients are clipped to; 0 for no clipping.
+        max_grad_norm: what gradients are clipped to; 0 or infinity for no clipping.
         device_lr, device_max_grad_norm: float32, one element; used instead of ``lr`` and
             ``max_grad_norm`` and read on the device.
         device_step: int32, one element; used instead of ``step``.
@@ -77,7 +77,7 @@ def lamb_step(
             written if ``only_pass`` is 1, read if it is 2; the caller adds up those of all shards.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+        RuntimeError: lists do not match, or a number is out of range; nothing is changed then.
 
     Source:
         You et al. 2020, algorithm 2 (https://arxiv.org/abs/1904.00962).
@@ -114,10 +114,10 @@ def lamb_stage1(
         per_tensor_decay: float32 ``[len(params)]``: the weight decay of each tensor.
         step: 1 for the first step.
         global_grad_norm: float32 or float64, one element.
-        max_grad_norm: what gradients are clipped to; 0 for no clipping.
+        max_grad_norm: what gradients are clipped to; 0 or infinity for no clipping.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+        RuntimeError: lists do not match, or a number is out of range; nothing is changed then.
     """
 
 
@@ -136,8 +136,8 @@ def lamb_stage2(
 ) -> None:
     """``p -= lr * param_norms[i] / update_norms[i] * u``: takes the updates of :func:`lamb_stage1`.
 
-    The ratio is 1 where a norm is 0, and for all tensors if ``weight_decay`` is 0 and not
-    ``use_nvlamb``.
+    The ratio is 1 where a norm is 0 or that of the parameter is infinite, and for all tensors if
+    ``weight_decay`` is 0 and not ``use_nvlamb``.
 
     Args:
         params: float64, float32, float16 or bfloat16, all of one dtype.

@@ -63,9 +63,10 @@ class FusedLAMB(LambOptimizer):
         and 0 switches clipping off; bfloat16 and float64 work; moments of 16-bit parameters are
         float32; a parameter counts its own steps. A step moves 44 bytes per float32 parameter: 4 to
         take the norm of gradients, 24 for the moments, 16 for the update; the norm is float64 only
-        among float64 gradients. ``inf`` and ``nan``
-        gradients reach parameters, through the norms even those of other tensors; use
-        :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
+        among float64 gradients. As with ``torch.nn.utils.clip_grad_norm_``, a ``nan`` in one
+        gradient makes all parameters ``nan``; an ``inf`` makes its own tensor ``nan``, and clips
+        the finite gradients of the others to 0. Use :mod:`apex.amp` or a ``GradScaler`` to skip
+        such steps.
 
     Source:
         You et al., *Large Batch Optimization for Deep Learning: Training BERT in 76 minutes*, ICLR

@@ -36,7 +36,7 @@ def lars_step(
     Lists have one length; tensor ``i`` of each list has the same number of elements and layout.
     With ``n = abs(gradient_scale) * grad_norms[i]`` and ``w = param_norms[i]``::
 
-        r = 1 if n == 0 or w == 0 or there are no norms
+        r = 1 if n == 0 or w == 0 or w == inf or there are no norms
             else trust_coefficient * w / (n + weight_decay * w + eps)
         u = lr * r * (gradient_scale * grads[i] + weight_decay * p)
         b = momentum * b - u        (b = -u if first_run)
@@ -59,7 +59,8 @@ def lars_step(
         noop_flag: int32, one element; nothing is done where it is not 0.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+        RuntimeError: lists, dtypes, devices or layouts do not match, or ``eps`` or ``momentum`` is
+            negative; nothing is changed then.
 
     Source:
         You, Gitman & Ginsburg 2017, algorithm 1.

@@ -23,9 +23,9 @@ class FusedLARS(MomentumOptimizer):
                  {\lVert g_t \rVert + \lambda \lVert p_{t-1} \rVert + \epsilon}, \qquad
         b_t = \mu b_{t-1} - \eta r (g_t + \lambda p_{t-1}), \qquad p_t = p_{t-1} + b_t
 
-    with :math:`b_0 = 0` and Euclidean norms over the tensor; :math:`r` is 1 where a norm is 0. With
-    ``nesterov`` the update is :math:`\mu b_t - \eta r (g_t + \lambda p_{t-1})` instead of
-    :math:`b_t`. A group with ``is_skipped=True``, say of biases, has :math:`r = 1`.
+    with :math:`b_0 = 0` and Euclidean norms over the tensor; :math:`r` is 1 where a norm is 0 or
+    :math:`\lVert p \rVert` is infinite. With ``nesterov`` the update is
+    :math:`\mu b_t - \eta r (g_t + \lambda p_{t-1})` instead of :math:`b_t`. A group with ``is_skipped=True``, say of biases, has :math:`r = 1`.
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
@@ -65,7 +65,8 @@ class FusedLARS(MomentumOptimizer):
         counts, bfloat16 and float64 are updated, and buffers of 16-bit parameters are float32. With
         master weights of :mod:`apex.amp` the same launch writes the model's 16-bit parameters.
         Norms stay on the device: a step waits for nothing. With momentum it moves 28 bytes per
-        float32 parameter. ``inf`` and ``nan`` gradients reach all of their tensor; use
+        float32 parameter. A ``nan`` gradient reaches all of its tensor. An ``inf`` gradient makes
+        :math:`r = 0`: its own element becomes ``nan``, the others move by momentum alone. Use
         :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
 
     Source:

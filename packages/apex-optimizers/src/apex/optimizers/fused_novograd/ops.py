@@ -72,7 +72,7 @@ def novograd_step(
         found_inf: float32, one element; where it is not 0 nothing is changed. None is 0.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+        RuntimeError: lists do not match, or a number is out of range; nothing is changed then.
 
     Source:
         Ginsburg et al. 2019, algorithm 1, with norms instead of their squares.

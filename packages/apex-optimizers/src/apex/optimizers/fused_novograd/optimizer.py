@@ -73,8 +73,10 @@ class FusedNovoGrad(FusedOptimizer):
         Differs from Apex in that parameters may have no gradient at times or join later: each one's
         first gradient starts its own norm, and bias correction follows its own step count; and in
         that moments of 16-bit parameters are float32. Norms stay on the device: a step waits for
-        nothing. It moves 24 bytes per float32 parameter. ``inf`` and ``nan`` gradients reach all of
-        their tensor; use :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
+        nothing. It moves 24 bytes per float32 parameter. A ``nan`` gradient reaches all of its
+        tensor. An ``inf`` gradient makes the norm infinite for good: its own element becomes
+        ``nan``, and the gradients of the others count as 0 from then on. Use :mod:`apex.amp` or a
+        ``GradScaler`` to skip such steps.
 
     Source:
         Ginsburg et al., *Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training

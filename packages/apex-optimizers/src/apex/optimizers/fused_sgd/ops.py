@@ -52,7 +52,8 @@ def sgd_step(
         noop_flag: int32, one element; nothing is done where it is not 0.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is changed then.
+        RuntimeError: lists, dtypes, devices or layouts do not match, or ``momentum`` is negative;
+            nothing is changed then.
 
     Source:
         Sutskever et al. 2013, section 2, in the form of :class:`torch.optim.SGD`.
