@@ -144,12 +144,12 @@ def test_clipping_by_a_norm_that_is_not_finite_is_that_of_torch(cls, dtype, bad,
     assert params[1].isnan().all() == (bad != INF)
 
 
-@pytest.mark.parametrize("cls", [FusedLARS, FusedNovoGrad])
-def test_an_infinite_gradient_stops_its_tensor_and_nan_fills_it(cls, device):
+@pytest.mark.parametrize(("cls", "steps"), [(FusedLARS, 1), (FusedNovoGrad, 2)])
+def test_an_infinite_gradient_stops_its_tensor_and_nan_fills_it(cls, steps, device):
     for bad, is_kept in ((INF, True), (NAN, False)):
         param = torch.nn.Parameter(torch.tensor([3.0, 4.0], device=device))
-        steps = [[torch.tensor([bad, 1.0], device=device)]]
-        run_steps(cls, [param], steps * 2, lr=0.125)
+        grad = torch.tensor([bad, 1.0], device=device)
+        run_steps(cls, [param], [[grad]] * steps, lr=0.125)
         assert param[0].isnan()
         assert (param[1] == 4.0) if is_kept else param[1].isnan()
 

@@ -25,7 +25,8 @@ class FusedLARS(MomentumOptimizer):
 
     with :math:`b_0 = 0` and Euclidean norms over the tensor; :math:`r` is 1 where a norm is 0 or
     :math:`\lVert p \rVert` is infinite. With ``nesterov`` the update is
-    :math:`\mu b_t - \eta r (g_t + \lambda p_{t-1})` instead of :math:`b_t`. A group with ``is_skipped=True``, say of biases, has :math:`r = 1`.
+    :math:`\mu b_t - \eta r (g_t + \lambda p_{t-1})` instead of :math:`b_t`. A group with
+    ``is_skipped=True``, say of biases, has :math:`r = 1`.
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
@@ -66,8 +67,8 @@ class FusedLARS(MomentumOptimizer):
         master weights of :mod:`apex.amp` the same launch writes the model's 16-bit parameters.
         Norms stay on the device: a step waits for nothing. With momentum it moves 28 bytes per
         float32 parameter. A ``nan`` gradient reaches all of its tensor. An ``inf`` gradient makes
-        :math:`r = 0`: its own element becomes ``nan``, the others move by momentum alone. Use
-        :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
+        :math:`r = 0`: its own element becomes ``nan``, the others move by momentum alone, and
+        become ``nan`` in the next step. Use :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
 
     Source:
         You, Gitman & Ginsburg, *Large Batch Training of Convolutional Networks*, 2017, algorithm 1.
