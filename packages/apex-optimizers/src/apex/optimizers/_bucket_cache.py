@@ -110,11 +110,13 @@ class BucketCache:
             made = _GroupBuckets(group, missing[index])
             self._groups[index] = made
             self._started += made.make(self._bucket_class, optimizer, lists[index])
-        self._order.update(optimizer.state)
+        has_grown = not self._order.update(optimizer.state)
         values = [*optimizer.state.values(), None]
         for index, cached in enumerate(self._groups):
+            if index in indices or has_grown:  # what was all of the state is a part of it now
+                cached.find(self._order)
             if index in indices:
-                cached.find(self._order, self._marks)
+                cached.take_marks(self._marks)
             cached.hand_over(values, lists[index])
             if index in indices:
                 cached.remember()
@@ -209,10 +211,13 @@ class _GroupBuckets:
             self.buckets.append(bucket_class(optimizer.layout, self._group, params, states))
         return started
 
-    def find(self, order: StateOrder, marks: dict[int, tuple[int, int]]) -> None:
-        """Find the entries of the state, and what is known of parameters from other buckets."""
+    def find(self, order: StateOrder) -> None:
+        """Find the entries of the state."""
+        self._entries = [order.entries(bucket.params) for bucket in self.buckets]
+
+    def take_marks(self, marks: dict[int, tuple[int, int]]) -> None:
+        """Take over what is known of parameters from buckets that were given up."""
         for bucket in self.buckets:
-            self._entries.append(order.entries(bucket.params))
             bucket.marks.set_known(bucket.params, marks)
 
     def remember(self) -> None:
