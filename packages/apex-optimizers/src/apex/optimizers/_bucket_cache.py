@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._buckets import MASTER, Bucket, check_step
-from ._gradients import check_gradients, check_states
+from ._gradients import check_states
 from ._sharding import placement_of
 from ._state_order import Entries, StateOrder
 
@@ -57,8 +57,7 @@ class BucketCache:
             self._renew(optimizer, new, lists, missing)
         elif len(buckets) > 1 or _differ_in_shape(buckets):
             for bucket in buckets:
-                where = f"{optimizer.layout.optimizer}.step"
-                check_gradients(where, bucket.params, bucket.grads, bucket.layout.any_grad_dtype)
+                bucket.check_new_gradients()
         return self._buckets()
 
     def is_outdated(self) -> bool:
@@ -72,10 +71,14 @@ class BucketCache:
         self._groups.clear()
 
     def take_back(self, state: dict[Any, Any]) -> None:
-        """Take states out that were made for a step which failed before it changed anything."""
+        """Take states out that were made for a step which failed before it changed anything.
+
+        All buckets are made anew in the next step: the failure may have left half of them.
+        """
         if self._started and not any(bucket.has_run for bucket in self._buckets()):
             for param in self._started:
                 state.pop(param, None)
+        self.forget()
 
     def drop(self) -> None:
         """Hold no gradient and no state any longer."""
@@ -109,7 +112,7 @@ class BucketCache:
                 self._marks.update(bucket.marks.known(bucket.params))
             made = _GroupBuckets(group, missing[index])
             self._groups[index] = made
-            self._started += made.make(self._bucket_class, optimizer, lists[index])
+            made.make(self._bucket_class, optimizer, lists[index], self._started)
         has_grown = not self._order.update(optimizer.state)
         values = [*optimizer.state.values(), None]
         for index, cached in enumerate(self._groups):
@@ -180,11 +183,14 @@ class _GroupBuckets:
             return True
 
     def make(
-        self, bucket_class: type[Bucket], optimizer: Any, grads: list[Tensor | None]
-    ) -> list[Tensor]:
-        """Make the buckets, and states where they are missing; return whose states are new."""
+        self,
+        bucket_class: type[Bucket],
+        optimizer: Any,
+        grads: list[Tensor | None],
+        started: list[Tensor],
+    ) -> None:
+        """Make the buckets, and states where they are missing; add to ``started`` whose are new."""
         chosen: dict[tuple, list[int]] = {}
-        started = []
         any_dtype = optimizer.layout.any_grad_dtype
         for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
             if grad is None:
@@ -209,7 +215,6 @@ class _GroupBuckets:
                 state["step"] = shared
             self._indices.append(indices)
             self.buckets.append(bucket_class(optimizer.layout, self._group, params, states))
-        return started
 
     def find(self, order: StateOrder) -> None:
         """Find the entries of the state."""
@@ -228,4 +233,6 @@ class _GroupBuckets:
 def _step_tensor(capturable: bool, count: int, device: torch.device) -> Tensor:
     if capturable:
         return torch.tensor([count], dtype=torch.int32, device=device)
-    return torch.tensor(float(count), dtype=torch.float32)  # as torch.optim keeps it, on the CPU
+    return torch.tensor(
+        float(count), dtype=torch.float32, device="cpu"
+    )  # as torch.optim keeps it, on the CPU

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gradients import check_dense, check_gradients, match_layouts, write_back
+from ._gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
 from ._masters import MasterMarks
 from ._sharding import is_sharded, local_tensors
 
@@ -65,7 +65,8 @@ class Bucket:
         self.step_tensor: Tensor = states[0]["step"]
         self.is_sharded = is_sharded(params[0])
         self.marks = MasterMarks()
-        self._addresses: list[int] = []
+        self._memory: list[Any] = []
+        self._state_addresses: list[list[int]] = []
         self._known_states: list[list[weakref.ref[Tensor]]] = []
         self._grad_dtypes: set[torch.dtype] = set()
 
@@ -91,21 +92,30 @@ class Bucket:
         """Raise if a gradient or a parameter cannot be used, before anything is changed."""
         check_step(self.layout, self.params, self.grads)
 
+    def check_new_gradients(self) -> None:
+        """Raise if a gradient cannot be used; the parameters are as :meth:`remember` left them."""
+        where, any_dtype = f"{self.layout.optimizer}.step", self.layout.any_grad_dtype
+        check_gradients(where, self.params, self.grads, any_dtype, self._memory[-1])
+
     def remember(self) -> None:
         """Note what is checked now, for :meth:`is_as_remembered`."""
-        self._addresses = list(map(Tensor.data_ptr, self.params))
-        self._known_states = [list(map(weakref.ref, own)) for own in self.state_lists()]
+        states = self.state_lists()
+        self._memory = memory_of(self.params)
+        self._state_addresses = list(map(_addresses_of, states))
+        self._known_states = [list(map(weakref.ref, own)) for own in states]
         self._grad_dtypes = set(map(_dtype_of, self.grads))
 
     def is_as_remembered(self) -> bool:
-        """Whether parameters have their memory still, and states are the same tensors."""
-        if self._addresses != list(map(Tensor.data_ptr, self.params)):
+        """Whether parameters and states are the same tensors still, in the same memory."""
+        if self._memory != memory_of(self.params):
             return False
         if self.layout.any_grad_dtype and set(map(_dtype_of, self.grads)) != self._grad_dtypes:
             return False
         states = self.state_lists()
-        return len(states) == len(self._known_states) and all(
-            map(refer_to, self._known_states, states)
+        return (
+            len(states) == len(self._known_states)
+            and all(map(refer_to, self._known_states, states))
+            and self._state_addresses == list(map(_addresses_of, states))
         )
 
     def state_lists(self) -> tuple[list[Tensor], ...]:
@@ -147,6 +157,23 @@ class Bucket:
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors, or of DTensors the shards of this process."""
         return local_tensors(tensors) if self.is_sharded else tensors
+
+
+def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Where tensors are, and as what; equal lists mean that nobody gave them other memory.
+
+    An address alone would not do: a view with another dtype or other strides may have the same,
+    and all empty tensors have the address 0.
+    """
+    return [
+        _addresses_of(tensors),
+        list(map(Tensor.stride, tensors)),
+        forms_of(tensors),
+    ]
+
+
+def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def refer_to(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,18 @@ from torch import Tensor
 
 from ._buckets import state_dtype
 from ._gradients import describe
+
+# Hyper-parameters that are handed to operators as numbers; betas is a pair of them.
+_NUMBERS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "max_grad_norm",
+    "momentum",
+    "dampening",
+    "trust_coefficient",
+)
 
 
 def check_lr(optimizer: str, lr: Any) -> None:
@@ -33,6 +46,30 @@ def check_not_negative(optimizer: str, group: dict[str, Any], names: Iterable[st
     for name in names:
         if not group[name] >= 0:
             raise ValueError(f"{optimizer}: {name} must be >= 0, got {group[name]}.")
+
+
+def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
+    """Raise TypeError or ValueError for the first hyper-parameter that is no number.
+
+    For steps of several groups: what the last one holds is looked at before the first is stepped.
+    """
+    for group in {id(group): group for group in groups}.values():
+        for name in _NUMBERS:
+            value = group.get(name, 0.0)
+            if type(value) not in (float, int):
+                _check_number(optimizer, name, value)
+
+
+def _check_number(optimizer: str, name: str, value: Any) -> None:
+    parts = value if name == "betas" and isinstance(value, (tuple, list)) else [value]
+    for part in parts:
+        if type(part) is float:
+            continue
+        is_one = part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, numbers.Real)
+        if not is_one:
+            raise TypeError(f"{optimizer}.step: {name} of a group must be a number, got {value!r}.")
+    if name == "betas" and len(parts) != 2:
+        raise ValueError(f"{optimizer}.step: betas of a group must be two numbers, got {value!r}.")
 
 
 def check_betas(optimizer: str, betas: tuple[float, float]) -> None:

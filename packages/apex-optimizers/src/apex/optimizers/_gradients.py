@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +13,31 @@ from ._sharding import differ_in_placement, is_sharded
 
 _SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
+_form_of = operator.attrgetter("shape", "dtype", "device", "layout")
+_PLAIN = {Tensor, torch.nn.Parameter}
+
 
 def check_gradients(
-    op: str, params: Sequence[Tensor], grads: Sequence[Tensor], any_dtype: bool = False
+    op: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    any_dtype: bool = False,
+    forms: Sequence[Any] | None = None,
 ) -> None:
     """Raise a clear error for the first gradient that a fused step cannot use.
 
     Args:
         any_dtype: gradients may be of another dtype than their parameter, of up to 32 bits.
+        forms: :func:`forms_of` the parameters, if known.
 
     Raises:
-        RuntimeError: a gradient is sparse, or its shape, dtype or device is not its parameter's.
+        RuntimeError: a gradient is sparse, its shape, dtype or device is not its parameter's, or
+            it has no memory.
     """
+    is_plain = _PLAIN.issuperset(map(type, grads))
+    if is_plain and forms_of(grads) == (forms_of(params) if forms is None else forms):
+        check_allocated(op, "the gradient of parameter", grads)
+        return
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if grad.layout != torch.strided:
             raise RuntimeError(
@@ -47,12 +61,37 @@ def check_gradients(
                 f"{describe(grad)}. Gradients must {expected} and device of their "
                 "parameter; cast them, or use apex.amp."
             )
+    check_allocated(op, "the gradient of parameter", grads)
+
+
+def forms_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Shape, dtype, device and layout of each tensor."""
+    return list(map(_form_of, tensors))
+
+
+def check_allocated(op: str, what: str, tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError for the first tensor with elements whose memory was given back.
+
+    Args:
+        what: the tensors, for the message, without their number.
+    """
+    if 0 not in map(Tensor.data_ptr, tensors):
+        return
+    for index, tensor in enumerate(tensors):
+        if is_sharded(tensor) or tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
+            continue
+        if tensor.data_ptr() == 0:
+            raise RuntimeError(
+                f"{op}: {what} {index}, {describe(tensor)}, has no memory: its storage was "
+                "resized to 0, as FSDP does with parameters that it has gathered. Step when the "
+                "memory is allocated."
+            )
 
 
 def check_states(
     op: str, params: Sequence[Tensor], states: Sequence[dict[str, Any]], keys: Sequence[str]
 ) -> None:
-    """Raise RuntimeError for the first state that was made for another parameter."""
+    """Raise RuntimeError for the first state that was made for another parameter, or is freed."""
     for index, (param, state) in enumerate(zip(params, states, strict=True)):
         for key in keys:
             if key in state and not _has_shape(state[key], param.shape):
@@ -62,6 +101,9 @@ def check_states(
                     f"{describe(param)}. Give it a state of its shape, or take the old one out of "
                     "optimizer.state: it then starts anew."
                 )
+    for key in keys:
+        kept = [state[key] for state in states if key in state]
+        check_allocated(op, f"state {key!r}", kept)
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:
@@ -70,6 +112,7 @@ def _has_shape(value: Any, shape: torch.Size) -> bool:
 
 def check_dense(op: str, params: Sequence[Tensor]) -> None:
     """Raise RuntimeError for the first parameter whose elements do not fill its memory."""
+    check_allocated(op, "parameter", params)
     for index, param in enumerate(params):
         if not (param.is_contiguous() or _is_dense(param)):
             raise RuntimeError(

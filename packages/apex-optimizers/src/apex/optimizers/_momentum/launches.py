@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._buckets import refer_to
-from .._gradients import check_dense, check_gradients, check_states, match_layouts
+from .._buckets import memory_of, refer_to
+from .._gradients import check_allocated, check_dense, check_gradients, check_states, match_layouts
 from .._held import HeldOps, Holder
 from .._sharding import is_sharded, local_tensors, placement_of
 from .._state_order import Entries, StateOrder
@@ -43,9 +43,12 @@ class Launch:
 
     def check(self) -> None:
         """Raise if a parameter or gradient cannot be used, before anything is changed."""
-        where = f"{self.optimizer}.step"
-        check_gradients(where, self.sources, self.grads)
-        check_dense(where, self.params)
+        self.check_gradients()
+        check_dense(f"{self.optimizer}.step", self.params)
+
+    def check_gradients(self) -> None:
+        """The same of gradients alone: parameters are those of the last step."""
+        check_gradients(f"{self.optimizer}.step", self.sources, self.grads)
 
     def on_shards(self) -> Launch:
         """The same with the shards of DTensors, which is all that a kernel sees of them."""
@@ -70,8 +73,15 @@ class Launch:
         return differed
 
     def knows_buffers(self) -> bool:
-        """Whether these are the buffers that were conformed when the launch was new."""
-        return refer_to(self.known, self.buffers)
+        """Whether these are the buffers that were conformed when the launch was new.
+
+        Raises:
+            RuntimeError: the memory of one was given back.
+        """
+        if not refer_to(self.known, self.buffers):
+            return False
+        check_allocated(f"{self.optimizer}.step", f"state {BUFFER!r} of parameter", self.buffers)
+        return True
 
     def conform_buffers(self, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
         """Make buffers that are missing, or whose dtype, device or layout a checkpoint changed."""
@@ -103,7 +113,7 @@ class GroupLaunches:
         self._entries: Entries | None = None  # of the parameters
         self._lists: tuple[Sequence[Tensor | None], ...] = ()  # params and, with twins, theirs
         self._presence: tuple[Any, ...] = ()  # of momentum, gradients and buffers
-        self._addresses: list[int] = []  # of parameters' memory
+        self._memory: list[Any] = []  # of parameters
         self._divisions: list[_Division] = []
 
     def collect(
@@ -142,7 +152,7 @@ class GroupLaunches:
         )
         is_new = not is_same or presence != self._presence
         if not is_new and not (is_only_group and len(self._divisions) == 1):
-            is_new = self._addresses != list(map(Tensor.data_ptr, params))
+            is_new = self._memory != memory_of(params)
         if is_new:
             self._divide((params, sources, copies), presence)
             self._lists = tuple(map(list, lists))
@@ -167,7 +177,7 @@ class GroupLaunches:
             for key, indices in chosen.items()
         ]
         self._presence = presence
-        self._addresses = list(map(Tensor.data_ptr, lists[0]))
+        self._memory = memory_of(lists[0])
 
     def _holder(self, params: list[Tensor]) -> Holder | None:
         return None if self._held_ops is None else Holder(self._held_ops, params)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from .._base import keep_from_tracing
-from .._checks import check_duplicates, check_lr, check_not_negative, check_params
+from .._checks import (
+    check_duplicates,
+    check_lr,
+    check_not_negative,
+    check_numbers,
+    check_params,
+)
 from .._held import HeldOps
 from .._kernels import require_kernels
 from .._overflow_buffer import HasOverflowBuffer
@@ -216,10 +222,14 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
             self._run_all(self._collect())
 
     def _run_all(self, launches: list[Launch]) -> None:
+        if len(launches) > 1:
+            check_numbers(self.name, (launch.group for launch in launches))
         for launch in launches:
             # Of a single launch that is not new the kernel itself checks all before it writes.
-            if len(launches) > 1 or launch.is_new:
+            if launch.is_new:
                 launch.check()
+            elif len(launches) > 1:
+                launch.check_gradients()
         for launch in launches:
             if len(launches) > 1 and not launch.is_new:
                 launch.is_new = not launch.knows_buffers()

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._buckets import MASTER
 from .._held import HeldOps
 from .._held_buckets import HoldingBucket
-from .moments import SCALES
+from .moments import SCALES, compact_step
 from .ops import adam_step, adam_step_capturable
 
 ADAM_HELD = HeldOps(adam_step, __file__)
@@ -45,7 +45,10 @@ class AdamBucket(HoldingBucket):
         return all(map(operator.is_, map(_scales_of, self.states), self._scales))
 
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
-        if self.params[0].dtype == torch.float64 and self.grads[0].dtype != torch.float64:
+        if op is compact_step and not self.layout.any_grad_dtype:
+            self.check_new_gradients()  # the operator itself would take other dtypes
+        has_any = self.layout.any_grad_dtype
+        if has_any and self.params[0].dtype == torch.float64 != self.grads[0].dtype:
             self.grads = [grad.double() for grad in self.grads]  # smaller decoupled ones
         super().run(op, *hyper)
 
@@ -58,5 +61,5 @@ class AdamBucket(HoldingBucket):
         return (
             any(state[key].dtype != torch.float32 for key in self.layout.moments)
             or (self.has_masters and state[MASTER].dtype != torch.float32)
-            or self.grads[0].dtype != param.dtype
+            or (self.layout.any_grad_dtype and self.grads[0].dtype != param.dtype)
         )

@@ -177,12 +177,20 @@ class FusedNovoGrad(FusedOptimizer):
 
     def step_buckets(self, buckets: list[NovoGradBucket]) -> None:
         self._norms.forget_others(self.param_groups)
-        super().step_buckets(buckets)
+        without_norms = [bucket.group for bucket in buckets if NORMS not in bucket.group]
+        try:
+            for bucket in buckets:
+                if bucket.kind < 0:
+                    self._norms.place(bucket.group, bucket)
+            super().step_buckets(buckets)
+        except BaseException:
+            if not any(bucket.has_run for bucket in buckets):
+                for group in without_norms:
+                    group.pop(NORMS, None)
+            raise
 
     def step_bucket(self, bucket: NovoGradBucket) -> None:
         group = bucket.group
-        if bucket.kind < 0:
-            self._norms.place(group, bucket)
         vector, slots = group[NORMS][bucket.kind], bucket.slots
         norms = vector
         if slots is not None:
