@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ._bucket_cache import BucketCache
 from ._buckets import MASTER, Bucket, StateLayout, state_dtype
-from ._checks import check_duplicates, check_params
+from ._checks import check_duplicates, check_numbers, check_params
 from ._kernels import require_kernels
 from ._overflow_buffer import HasOverflowBuffer
 from ._state import complete_groups, load_state, separate_steps
-from ._step_numbers import Scaling, StepNumbers, advance_on_device
+from ._step_numbers import Scaling, StepNumbers, advance_on_device, numbers_device
 
 
 def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -146,7 +146,7 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
             del self.param_groups[before:]
             raise
         if self.capturable and not isinstance(group["lr"], Tensor):
-            device = group["params"][0].device if group["params"] else None
+            device = numbers_device(group)
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
 
     def set_capturable(self, capturable: bool) -> None:
@@ -252,15 +252,19 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
 
     def step_buckets(self, buckets: list[Bucket]) -> None:
         """Update all parameters and count the step."""
+        if len(buckets) > 1:
+            check_numbers(self.layout.optimizer, (bucket.group for bucket in buckets))
         for bucket in buckets:
             self.step_bucket(bucket)
         if self.layout.counts_group_steps:
             self._advance_groups(buckets)
 
     def _advance_groups(self, buckets: list[Bucket]) -> None:
-        for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
+        # Groups without parameters or gradients count, too: other processes may have some, and
+        # restore counts from what this one saves.
+        for group in self.param_groups:
             own = [bucket for bucket in buckets if bucket.group is group]
             if self.capturable:
                 advance_on_device(group, own, Scaling.of(self))
             else:
-                group["step"] = max(group.get("step", 0) + 1, *(b.step_number for b in own))
+                group["step"] = max([group.get("step", 0) + 1, *(b.step_number for b in own)])

@@ -12,6 +12,7 @@ from torch import Tensor
 from ._buckets import MASTER
 from ._gradients import describe
 from ._sharding import is_sharded
+from ._step_numbers import lr_tensor, numbers_device
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -180,7 +181,7 @@ def _restore_group(optimizer: Any, group: dict[str, Any]) -> None:
     if optimizer.layout.counts_group_steps:
         _restore_count(optimizer, group)
     if optimizer.capturable:
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone()
+        group["lr"] = lr_tensor(group["lr"]).clone()
     elif isinstance(group["lr"], Tensor) and not isinstance(optimizer.defaults["lr"], Tensor):
         group["lr"] = float(group["lr"])
 
@@ -192,7 +193,7 @@ def _restore_count(optimizer: Any, group: dict[str, Any]) -> None:
     if count == 0 and not known:
         group.pop("step", None)
     elif optimizer.capturable:
-        device = group["params"][0].device if group["params"] else None
+        device = numbers_device(group)
         group["step"] = torch.tensor([count], dtype=torch.int32, device=device)
     else:
         group["step"] = count

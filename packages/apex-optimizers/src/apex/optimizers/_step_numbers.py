@@ -89,10 +89,30 @@ def advance_on_device(group: dict[str, Any], own: list[Bucket], scaling: Scaling
 
     In a tensor of the group alone, and in place: a captured graph reads it anew in every replay.
     """
-    device, count = own[0].params[0].device, group.get("step")
-    if isinstance(count, Tensor):
+    count, found_inf = group.get("step"), scaling.found_inf
+    if isinstance(count, Tensor) and group["params"]:
         count += scaling.counted(count.device)
+        return
+    device = numbers_device(group)
+    if isinstance(count, Tensor) and found_inf is None:
+        count += 1
+    elif isinstance(count, Tensor):
+        # A group without parameters is where the flag is: no device has to be waited for.
+        group["step"] = count.to(found_inf.device).add_(scaling.counted(found_inf.device))
     else:
         first = torch.tensor([count or 0], dtype=torch.int32, device=device)
         steps = [bucket.step_tensor.to(device) for bucket in own]
         group["step"] = torch.stack([first + scaling.counted(device), *steps]).amax(0)
+
+
+def lr_tensor(lr: float | Tensor) -> Tensor:
+    """A learning rate as float32, on its own device."""
+    device = lr.device if isinstance(lr, Tensor) else torch.device("cpu")
+    return torch.as_tensor(lr, dtype=torch.float32, device=device)
+
+
+def numbers_device(group: dict[str, Any]) -> torch.device:
+    """Where a group's numbers are to be; never torch's default device, which may be "meta"."""
+    if group["params"]:
+        return group["params"][0].device
+    return group["lr"].device if isinstance(group["lr"], Tensor) else torch.device("cpu")

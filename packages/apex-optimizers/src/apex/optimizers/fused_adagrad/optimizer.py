@@ -142,7 +142,7 @@ class FusedAdagrad(FusedOptimizer):
     def _first_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         value, dtype = group["initial_accumulator_value"], self.moment_dtype("sum", param)
         total = torch.full_like(param, value, dtype=dtype, requires_grad=False)
-        return {"step": torch.tensor(0.0, dtype=torch.float32), "sum": total}
+        return {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), "sum": total}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of ``torch.optim.Adagrad``, or of Apex's.

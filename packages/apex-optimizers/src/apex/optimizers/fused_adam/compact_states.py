@@ -93,7 +93,7 @@ class CompactStates(FusedOptimizer):
         for group in self.param_groups:
             if any(own is param for own in group["params"]):
                 count = float(self.init_state(group, param))
-                self.state[param]["step"] = torch.tensor(count, dtype=torch.float32)
+                self.state[param]["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
                 return
         raise ValueError("FusedAdam.initialize_state: param is not one of the optimizer's.")
 

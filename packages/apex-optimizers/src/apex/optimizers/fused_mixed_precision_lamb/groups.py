@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from .._step_numbers import numbers_device
+
 
 def own_numbers(group: dict[str, Any]) -> None:
     """Make ``lr`` and ``step`` tensors of this group alone, on its device."""
-    device = group["params"][0].device if group["params"] else None
+    device = numbers_device(group)
     lr, step = group["lr"], group["step"]
     group["lr"] = torch.as_tensor(lr, dtype=torch.float32, device=device).clone().reshape(())
     group["step"] = torch.as_tensor(step, dtype=torch.int32, device=device).clone().reshape(1)

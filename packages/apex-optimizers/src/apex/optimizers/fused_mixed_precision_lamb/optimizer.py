@@ -13,7 +13,7 @@ from .._base import FusedOptimizer
 from .._buckets import MASTER, StateLayout
 from .._checks import check_lr
 from .._state import load_between_hooks
-from .._step_numbers import Scaling
+from .._step_numbers import Scaling, advance_on_device, lr_tensor
 from ..fused_lamb.base import LambOptimizer
 from ..fused_lamb.buckets import LambBucket
 from .arguments import check_reduced_precision, check_step, given_grad_scaler
@@ -115,8 +115,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         self.use_nvlamb = use_nvlamb
         self.reduced_precision_dtype = reduced_precision_dtype
         defaults = {
-            "lr": torch.as_tensor(lr, dtype=torch.float32),
-            "step": torch.tensor([int(step)], dtype=torch.int32),
+            "lr": lr_tensor(lr),
+            "step": torch.tensor([int(step)], dtype=torch.int32, device="cpu"),
             "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
@@ -203,5 +203,5 @@ class FusedMixedPrecisionLamb(LambOptimizer):
     def step_buckets(self, buckets: list[LambBucket]) -> None:
         super().step_buckets(buckets)
         scaling = Scaling.of(self)
-        for group in {id(bucket.group): bucket.group for bucket in buckets}.values():
-            group["step"] += scaling.counted(group["step"].device)
+        for group in self.param_groups:  # also those without gradients, see FusedOptimizer
+            advance_on_device(group, [], scaling)

@@ -19,6 +19,8 @@ NORMS = "exp_avg_sq"
 _KINDS = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
 _NAMES = ("16-bit", "float32", "float64")
 
+_NONE = torch.zeros(0, device="cpu")
+
 _Place = tuple[int, int]  # kind, position in the kind's vector
 
 
@@ -87,14 +89,14 @@ def conform(
                 f"FusedNovoGrad.load_state_dict: the state has moments, but its group no {NORMS!r}."
             )
         return None
-    vectors = [torch.zeros(0) if vector is None else vector for vector in vectors]
+    vectors = [_NONE if vector is None else vector for vector in vectors]
     filled = [vector for vector in vectors if vector.numel()]
     is_single = len(filled) == 1 and filled[0].numel() == len(params)
     result, places = _zeros(params), _places(params)
     for kind, target in enumerate(result):
         indices = [i for i, p in enumerate(params) if places[p][0] == kind]
         started = [i for i in indices if has_state[i]]
-        source = vectors[kind] if kind < len(vectors) else torch.zeros(0)
+        source = vectors[kind] if kind < len(vectors) else _NONE
         if is_single:
             target.copy_(filled[0][indices])
         elif source.numel() == len(indices):
@@ -130,7 +132,7 @@ def _zeros(params: list[Tensor]) -> list[Tensor]:
     vectors = []
     for kind, count in enumerate(_counts(params)):
         own = [p.device for p in params if _KINDS[p.dtype] == kind]
-        device = (own or [params[0].device])[0]
+        device = (own or [p.device for p in params] or ["cpu"])[0]
         dtype = torch.float64 if kind == 2 else torch.float32
         vectors.append(torch.zeros(count, dtype=dtype, device=device))
     return vectors
