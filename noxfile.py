@@ -196,19 +196,38 @@ def gpu_wheels(session):
     session.log(f"on the machine with the GPU: python ci/gpu.py --wheels {folder}")
 
 
+def compile_with(session, cxx):
+    """Compile every CPU op with another C++ compiler; build one op with it, and run its tests."""
+    if not shutil.which(cxx):
+        package = cxx.replace("clang++", "clang")
+        session.error(f"{cxx} was not found. On Debian and Ubuntu: apt-get install {package}")
+    session.run("python", "ci/compilers.py", cxx)
+    install(session, "filelock", "-e", "packages/apex-optimizers[test]")
+    cache = Path(session.create_tmp(), "cache").resolve()
+    environment = TEST_ENVIRONMENT | {"CXX": cxx, "APEX_CACHE_DIR": str(cache), "APEX_JIT": "1"}
+    test = "packages/apex-optimizers/tests/test_multi_tensor_scale.py"
+    session.run("python", "-m", "pytest", "-q", "--timeout", "600", test, env=environment)
+
+
+CXX = MATRIX["cpu"]["compilers"]
+
+
 @nox.session
-@nox.parametrize("backend", ["cuda", "hip"], ids=["cuda", "hip"])
-def kernels(session, backend):
-    """Compile every op of every package for every GPU architecture of ci/matrix.toml."""
+@nox.parametrize("compiler", ["cuda", "hip", *CXX], ids=["cuda", "hip", *CXX])
+def kernels(session, compiler):
+    """Compile every op of every package: for every GPU of ci/matrix.toml, by old compilers."""
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
-    if backend == "cuda":
+    if compiler in CXX:
+        compile_with(session, compiler)
+        return
+    if compiler == "cuda":
         install_nvcc(session)
-    if backend == "cuda" and not shutil.which("cuobjdump"):
+    if compiler == "cuda" and not shutil.which("cuobjdump"):
         tools = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
         install(session, *(f"{tool}=={MATRIX['cuda']['disassembler']}" for tool in tools))
-    if backend == "hip" and not shutil.which("hipcc"):
+    if compiler == "hip" and not shutil.which("hipcc"):
         session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
-    session.run("python", "ci/kernels.py", backend, *MATRIX[backend]["archs"])
+    session.run("python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"])
 
 
 @nox.session

@@ -36,19 +36,56 @@ APEX_HD To bit_cast(const From& from) {
   return to;
 }
 
+// float16 by integer arithmetic: for compilers without _Float16 (GCC 11, clang 14), and for x86-64
+// below v3, where _Float16 is a call of a library per number. Without branches on values, so that
+// compilers vectorize it; results are those of the processor's instructions, NaNs included.
+APEX_HD float half_bits_to_float(uint16_t half) {
+  uint32_t magnitude = half & 0x7fffu;
+  float normal = bit_cast<float>((magnitude << 13) + (112u << 23));
+  float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+  uint32_t bits = bit_cast<uint32_t>(magnitude < 0x400u ? subnormal : normal);
+  uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
+  if (magnitude >= 0x7c00u) bits = 0x7f800000u | (magnitude << 13) | quiet;
+  return bit_cast<float>(bits | (static_cast<uint32_t>(half & 0x8000u) << 16));
+}
+
+// Round to nearest even; from 65520 on that is infinity.
+APEX_HD uint16_t float_to_half_bits(float value) {
+  uint32_t bits = bit_cast<uint32_t>(value);
+  uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  float magnitude = bit_cast<float>(bits);
+  uint32_t normal = ((bits + 0xfffu + ((bits >> 13) & 1u)) >> 13) - (112u << 10);
+  // Adding 0.5 leaves the number of steps of 2^-24, rounded, in the lowest bits.
+  uint32_t subnormal = bit_cast<uint32_t>(magnitude + 0.5f) & 0x7ffu;
+  uint32_t code = magnitude < 0x1p-14f ? subnormal : normal;
+  if (bits >= 0x477ff000u) code = 0x7c00u;
+  if (bits > 0x7f800000u) code = 0x7e00u | ((bits >> 13) & 0x3ffu);
+  return static_cast<uint16_t>(sign | code);
+}
+
+#if defined(APEX_HIP) || \
+    (defined(__FLT16_MANT_DIG__) && (defined(__F16C__) || !defined(__x86_64__)))
+#define APEX_HAS_FLOAT16 1
+#endif
+
 APEX_HD float to_float(Half value) {
 #if defined(APEX_CUDA)
   return __half2float(bit_cast<__half>(value.bits));
-#else
+#elif defined(APEX_HAS_FLOAT16)
   return static_cast<float>(bit_cast<_Float16>(value.bits));
+#else
+  return half_bits_to_float(value.bits);
 #endif
 }
 
 APEX_HD Half to_half(float value) {
 #if defined(APEX_CUDA)
   return {bit_cast<uint16_t>(__float2half_rn(value))};
-#else
+#elif defined(APEX_HAS_FLOAT16)
   return {bit_cast<uint16_t>(static_cast<_Float16>(value))};
+#else
+  return {float_to_half_bits(value)};
 #endif
 }
 

@@ -147,7 +147,7 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   }
 
   template <size_t K, class View>
-  APEX_HD void round_slots(const T (&slots)[kPack]) const {
+  APEX_HD void round_slots([[maybe_unused]] const T (&slots)[kPack]) const {
     if constexpr (kBySlot<View>) {
 #if defined(__AVX512F__)
       BFloat16* target = source<K, View>();

@@ -20,7 +20,7 @@ struct Axpby {
     out = a * x + b * y;
     T tested_x = check != 1 ? x : T(0);
     T tested_y = check != 0 ? y : T(0);
-    return !(is_finite(tested_x) & is_finite(tested_y));
+    return !(static_cast<int>(is_finite(tested_x)) & static_cast<int>(is_finite(tested_y)));
   }
 };
 
