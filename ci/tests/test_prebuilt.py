@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "shared_csrc"))
 
 from native import prebuilt, switches, toolchain
 from native.errors import BuildError
-from native.targets import cpu_levels
+from native.targets import Target, cpu_levels
 
 ALL = {"adam", "sgd", "scale", "norm"}
 SIBLINGS = {"XENTROPY", "FUSED_LAYER_NORM", "AMP_C", "SYNCBN"}
@@ -33,7 +33,7 @@ def package(tmp_path):
 def built(package, tmp_path, monkeypatch):
     """Return a function that says what would be compiled: {target: ops}."""
 
-    def fake_build(ops, targets, folder, *, package):
+    def fake_build(ops, targets, folder, *, package, log):
         for target in targets:
             (folder / f"{target.name}.so").write_text("library")
         return {target: folder / f"{target.name}.so" for target in targets}
@@ -139,6 +139,29 @@ def test_cuda_architectures(built, gpu_torch, tmp_path, listed, archs):
     manifest = json.loads((tmp_path / "_kernels" / "manifest.json").read_text())
     (entry,) = [e for e in manifest["libraries"] if e["backend"] == "cuda"]
     assert entry["archs"] == archs
+
+
+@pytest.mark.parametrize(
+    ("backend", "said", "major"),
+    [
+        ("cuda", "Cuda compilation tools, release 13.0, V13.0.88", 13),
+        ("hip", "HIP version: 6.4.43483-a187df25c", 6),
+        ("cuda", "no version at all", None),
+        ("cpu", "g++ release 12.2", None),
+    ],
+)
+def test_the_manifest_has_the_toolkits_major_version(monkeypatch, backend, said, major):
+    monkeypatch.setattr(toolchain, "compiler_for", lambda backend: ["compiler"])
+    monkeypatch.setattr(toolchain, "compiler_version", lambda compiler: said)
+    assert prebuilt._entry(Target(backend), [])["toolkit"] == major
+
+
+def test_hipcc_is_asked_for_its_own_version_alone(tmp_path):
+    """Without HIP_PLATFORM it runs nvcc, where there is one, and says what that says."""
+    hipcc = tmp_path / "hipcc"
+    hipcc.write_text('#!/bin/sh\necho HIP 6.4\n[ "$HIP_PLATFORM" = amd ] || echo nvcc\n')
+    hipcc.chmod(0o755)
+    assert toolchain.compiler_version([str(hipcc)]) == "HIP 6.4"
 
 
 def test_isolated_build_without_torch(built, monkeypatch):

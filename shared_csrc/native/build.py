@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from .errors import BuildError
 from .targets import Target
 
 SHOWN_ERROR_LINES = 20
+BUILD_TIMEOUT_S = 3600  # for a compiler that hangs: all kernels of a wheel take minutes
+INTERRUPT_TIMEOUT_S = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +181,12 @@ def _first_errors(output: str) -> str:
 
 
 def build(
-    ops: Iterable[Op], targets: Iterable[Target], folder: Path, *, package: str
+    ops: Iterable[Op],
+    targets: Iterable[Target],
+    folder: Path,
+    *,
+    package: str,
+    log: Path | None = None,
 ) -> dict[Target, Path]:
     """Compile all ``ops`` for each target and link one library per target.
 
@@ -187,6 +195,7 @@ def build(
         targets: what to compile for.
         folder: where the ninja file, objects and libraries go; kept for incremental builds.
         package: the package's name, for messages.
+        log: the file that the compilers' output goes to; ``<folder>/build.log`` by default.
 
     Returns:
         The library of each target, ``<folder>/<target name>.so``.
@@ -203,14 +212,40 @@ def build(
         if not max_jobs.isdigit() or int(max_jobs) < 1:
             raise BuildError(f"MAX_JOBS must be a positive integer, got {max_jobs!r}.")
         command += ["-j", max_jobs]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    (folder / "build.log").write_text(result.stdout + result.stderr)
-    if result.returncode != 0:
+    code, output = _run(command)
+    log = log or folder / "build.log"
+    log.write_text(output)
+    built = {target: folder / f"{target.name}.so" for target in targets}
+    if code != 0 or not all(library.is_file() for library in built.values()):
         names = ", ".join(op.name for op in ops)
         backends = ", ".join(target.name for target in targets)
+        said = _first_errors(output) if code else "The compiler reported success, wrote no library."
         raise BuildError(
-            f"{package}: compiling {names} ({backends}) failed.\n"
-            f"{_first_errors(result.stdout + result.stderr)}\n"
-            f"Full output: run `ninja -C {shlex.quote(str(folder))}`."
+            f"{package}: compiling {names} ({backends}) failed.\n{said}\nFull output: {log}"
         )
-    return {target: folder / f"{target.name}.so" for target in targets}
+    return built
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Run ninja; return its exit status and output. No compiler goes on after an exception."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, _ = process.communicate(timeout=BUILD_TIMEOUT_S)
+    except BaseException as error:
+        process.send_signal(signal.SIGINT)  # ninja then ends its compilers
+        try:
+            process.wait(INTERRUPT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return 1, f"error: the compiler did not end within {BUILD_TIMEOUT_S} s; it was ended."
+        raise
+    return process.returncode, output

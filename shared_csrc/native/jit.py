@@ -8,14 +8,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from . import targets, toolchain
-from .build import Op, build, digest
+from . import targets, toolchain, trust
+from .build import BUILD_TIMEOUT_S, Op, build, digest
 from .errors import BuildError
 from .targets import Target
 
 logger = logging.getLogger("apex")
 
-LOCK_TIMEOUT_S = 1800  # a stale lock cannot outlive its process; this bounds a hanging compiler
+LOCK_TIMEOUT_S = BUILD_TIMEOUT_S + 60  # a stale lock cannot outlive its process
+
+_DEVICES = {"cuda": "NVIDIA GPUs", "hip": "AMD GPUs", "emu": "the emulated GPU"}
+# Builds that failed in this process: library and environment -> the error's text.
+_failed: dict[tuple[Path, tuple[str, ...], frozenset[tuple[str, str]]], str] = {}
 
 
 def cache_folder() -> Path:
@@ -78,16 +82,18 @@ def target_of(device_type: str) -> Target:
     return Target("cuda", archs=archs if covered else (*archs, f"sm_{major}{minor}"))
 
 
-def can_build(backend: str) -> bool:
-    """Whether a first-use build for this backend is allowed and its tools are there."""
+def why_not_build(op: Op, backend: str) -> str | None:
+    """Why no first-use build of an op is possible, with the remedy; None if one can be tried."""
     if is_forbidden():
-        return False
+        return "APEX_JIT=0 forbids compiling them. Unset APEX_JIT, or install a wheel with kernels"
+    if not op.source.is_file():
+        return f"their source {op.source} is missing. Reinstall the package"
     try:
         toolchain.compiler_for(backend)
         toolchain.find_ninja()
-    except BuildError:
-        return False
-    return True
+    except BuildError as error:
+        return str(error).removesuffix(".")
+    return None
 
 
 def library_path(op: Op, target: Target, *, package: str) -> Path:
@@ -116,43 +122,94 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
             f"{op.source} is missing. Reinstall the package."
         )
     library = library_path(op, target, package=package)
+    root = library.parent.parent
     try:
-        if not library.is_file():
+        trust.make_private_folder(root)
+        trust.check_trusted(root)
+        if not _is_built(library):
             _build_once(op, target, library, package)
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         raise BuildError(
             f"{package}: {op.name} ({target.name}) cannot be built in the cache folder "
-            f"{library.parent.parent}: {error}. Set APEX_CACHE_DIR to a folder that can be written."
+            f"{root}: {error}. Set APEX_CACHE_DIR to a folder that can be written."
         ) from error
     return library
+
+
+def _is_built(library: Path) -> bool:
+    """Whether the cache has the library, as it was built.
+
+    Raises:
+        BuildError: someone else may have written it.
+    """
+    if not library.is_file():
+        return False
+    trust.check_trusted(library.parent)
+    trust.check_trusted(library)
+    return trust.is_intact(library)
 
 
 def _build_once(op: Op, target: Target, library: Path, package: str) -> None:
     """Build unless another process did so while this one waited for the lock."""
     from filelock import FileLock, Timeout
 
+    compiler = tuple(toolchain.compiler_for(target.backend))
+    key = (library, compiler, frozenset(os.environ.items()))
+    if key in _failed:
+        raise BuildError(
+            f"{_failed[key]}\nThis process did not try again, because neither sources nor "
+            "environment have changed since."
+        )
     folder = library.parent
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{folder}.lock", timeout=0)
     try:
-        with FileLock(f"{folder}.lock", timeout=LOCK_TIMEOUT_S):
-            if not library.is_file():
-                _build_into(op, target, library, package)
+        try:
+            lock.acquire()
+        except Timeout:
+            logger.warning("apex: waiting for another process that compiles %s.", op.name)
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
     except Timeout:
         raise BuildError(
             f"{package}: another process has been building {op.name} for {LOCK_TIMEOUT_S} s "
             f"(lock {folder}.lock). End it, or remove the lock, and try again."
         ) from None
+    try:
+        if not _is_built(library):
+            try:
+                _build_into(op, target, library, package)
+            except BuildError as error:
+                if "No space left on device" not in str(error):  # which may pass
+                    _failed[key] = str(error)
+                raise
+    finally:
+        lock.release()
 
 
 def _build_into(op: Op, target: Target, library: Path, package: str) -> None:
     """Build in a fresh folder and move the result into place in one step."""
-    logger.info("%s: compiling %s (%s) for first use.", package, op.name, target.name)
-    work = Path(tempfile.mkdtemp(prefix=f".{op.name}-", dir=library.parent.parent))
+    folder = library.parent
+    where = _DEVICES.get(target.backend, "the CPU")
+    logger.warning(
+        "apex: compiling %s for %s, once, about 10 to 70 s; it is kept in %s.",
+        op.name,
+        where,
+        folder.parent,
+    )
+    prefix = f".{folder.name}-"
+    for left in folder.parent.glob(f"{prefix}*"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    log = folder.with_name(f"{folder.name}.log")
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
-        built = build([op], [target], work, package=package)[target]
-        library.parent.mkdir(parents=True, exist_ok=True)
+        built = build([op], [target], work, package=package, log=log)[target]
+        built.chmod(trust.PRIVATE)
+        seal = work / "seal"
+        seal.write_text(trust.seal(built))
+        trust.make_private_folder(folder)
+        trust.check_trusted(folder)
+        # A library without its own seal beside it is not loaded, so the order does not matter.
+        os.replace(seal, trust.seal_path(library))
         os.replace(built, library)
-    except BuildError:
-        # The folder stays for the `ninja -C` that the message names.
-        raise
-    shutil.rmtree(work, ignore_errors=True)
+        log.unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

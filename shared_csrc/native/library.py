@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,21 +75,31 @@ class OpLibrary:
         this_thread = threading.local()
 
         def stub(*args: Any, **kwargs: Any) -> Any:
-            device_type = _device_type((*args, *kwargs.values()))
-            # That the op is loaded is no proof: another thread may have loaded it after this call
-            # was dispatched. That the second call comes back here is one.
+            arguments = (*args, *kwargs.values())
+            device_type = _device_type(arguments)
+            # Another thread may load the op between dispatch and this line, so a loaded op does
+            # not prove that this device has no kernel. A second call that arrives here does.
             if getattr(this_thread, "calls_again", False):
                 raise NotImplementedError(
-                    f"{overload.name()} has no kernel for {device_type} tensors."
+                    f"{overload.name()} has no kernel for {device_type or 'cpu'} tensors."
                 )
-            self.load(_op_in(op_folder.resolve()), device_type)
+            _check_layouts(overload, args, kwargs)
+            op = _op_in(op_folder.resolve())
+            self.load(op, device_type or self._device_of(op))
             this_thread.calls_again = True
             try:
+                if device_type is None:  # empty lists: the dispatcher finds no device by itself
+                    return overload.redispatch(_KEYS[self._device_of(op)], *args, **kwargs)
                 return overload(*args, **kwargs)
             finally:
                 this_thread.calls_again = False
 
         return stub
+
+    def _device_of(self, op: Op) -> str:
+        """Whose kernels check arguments without a tensor: those that are loaded, or the CPU's."""
+        only_cuda = (op.name, "cuda") in self._loaded and (op.name, "cpu") not in self._loaded
+        return "cuda" if only_cuda else "cpu"
 
     def load(self, op: Op, device_type: str) -> None:
         """Load the kernels of ``op`` for a device type, building them first if need be.
@@ -99,7 +109,7 @@ class OpLibrary:
             BuildError: nothing prebuilt fits, and building is forbidden or fails; or the library
                 cannot be loaded.
         """
-        from . import jit, targets
+        from . import targets
 
         if device_type not in ("cpu", "cuda"):
             raise NotImplementedError(
@@ -109,42 +119,57 @@ class OpLibrary:
         with self._lock:
             if (op.name, device_type) in self._loaded:
                 return
-            path = self._prebuilt(op, device_type)
+            path, unfit = self._search(op, device_type)
             if device_type == "cpu" and targets.is_emulating():
                 logger.warning("%s: %s runs on the emulated GPU.", self.package, op.name)
             if path is None:
-                path = jit.build_op(op, jit.target_of(device_type), package=self.package)
+                path = self._build(op, device_type, unfit)
             if path not in self._opened:
                 self._open(path)
                 self._opened.add(path)
             self._loaded.add((op.name, device_type))
 
+    def _build(self, op: Op, device_type: str, unfit: list[str]) -> Path:
+        """Build the op's library, and say why those of the wheel do not serve."""
+        from . import jit
+
+        said = " ".join(f"The wheel's {reason}." for reason in unfit)
+        if said and not jit.is_forbidden():
+            logger.warning("%s: %s %s is compiled here.", self.package, said, op.name)
+        try:
+            return jit.build_op(op, jit.target_of(device_type), package=self.package)
+        except BuildError as error:
+            raise (BuildError(f"{error}\n{said}") if said else error) from error.__cause__
+
     def _open(self, path: Path) -> None:
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
-            reason = error.__cause__ or error  # the loader's own words, which torch may wrap
-            own = path.parent == self.kernels
-            remedy = "Reinstall the package" if own else "Delete it to have it compiled anew"
+            from .fitting import remedy_for
+
+            reason = str(error.__cause__ or error)  # the loader's own words, which torch may wrap
+            remedy = remedy_for(reason, path, is_own=path.parent == self.kernels)
             raise BuildError(f"{self.package}: cannot load {path}: {reason}. {remedy}.") from error
 
     def _prebuilt(self, op: Op, device_type: str) -> Path | None:
         """The wheel's own library with this op for this device, or None."""
-        from . import jit, targets
+        return self._search(op, device_type)[0]
+
+    def _search(self, op: Op, device_type: str) -> tuple[Path | None, list[str]]:
+        """The wheel's own library with this op for this device; and why others do not serve."""
+        from . import jit
+        from .fitting import why_unfit
 
         backend = jit.backend_of(device_type)
+        unfit = []
         for entry in self.manifest().get("libraries", []):
             if entry["backend"] != backend or op.name not in entry["ops"]:
                 continue
-            if backend == "cpu":
-                fits = entry["level"] in targets.supported_cpu_levels()
-            elif backend == "cuda":
-                fits = targets.runs_on(tuple(entry["archs"]), torch.cuda.get_device_capability())
-            else:
-                fits = jit.own_rocm_arch() in entry["archs"]
-            if fits:  # entries are sorted best level first
-                return self.kernels / entry["file"]
-        return None
+            reason = why_unfit(entry)
+            if reason is None:  # entries are sorted best level first
+                return self.kernels / entry["file"], []
+            unfit.append(f"{entry['file']} {reason}")
+        return None, unfit
 
     def manifest(self) -> dict[str, Any]:
         """What this wheel brings prebuilt; empty for a wheel of sources."""
@@ -153,12 +178,43 @@ class OpLibrary:
 
     def available(self, op_folder: str | os.PathLike[str], device_type: str = "cpu") -> bool:
         """Whether an op's kernels are loaded, prebuilt, or could be built here; builds nothing."""
+        return self.why_missing(op_folder, device_type) is None
+
+    def why_missing(
+        self, op_folder: str | os.PathLike[str], device_type: str = "cpu"
+    ) -> str | None:
+        """Why an op's kernels cannot run, with the remedy; None if they can. Builds nothing."""
         from . import jit
 
         op = _op_in(Path(op_folder))
-        if (op.name, device_type) in self._loaded or self._prebuilt(op, device_type) is not None:
-            return True
-        return jit.can_build(jit.backend_of(device_type))
+        if (op.name, device_type) in self._loaded:
+            return None
+        path, unfit = self._search(op, device_type)
+        if path is not None:
+            return None
+        reason = jit.why_not_build(op, jit.backend_of(device_type))
+        return reason and "; ".join([*(f"the wheel's {each}" for each in unfit), reason])
+
+    def require(
+        self, op_folder: str | os.PathLike[str], who: str, device_type: str = "cpu"
+    ) -> None:
+        """Check that an op's kernels can run on a kind of device; builds nothing.
+
+        Args:
+            op_folder: the folder of the op.
+            who: what needs them: the class, function or module that the message begins with.
+            device_type: ``"cpu"`` or ``"cuda"``.
+
+        Raises:
+            BuildError: there are none, and none can be built; with the reason and the remedy.
+        """
+        reason = self.why_missing(op_folder, device_type)
+        if reason is not None:
+            raise BuildError(
+                f"{who}: the kernels of {Path(op_folder).name} for {device_type} are neither "
+                f"prebuilt in this installation of {self.package.replace('.', '-')} nor can they "
+                f"be compiled here, because {reason}."
+            )
 
 
 def _op_in(folder: Path) -> Op:
@@ -167,15 +223,37 @@ def _op_in(folder: Path) -> Op:
     return Op(folder.name, folder)
 
 
-def _device_type(arguments: tuple[Any, ...]) -> str:
-    """The device type of the first tensor among (possibly nested) arguments; cpu without one."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            return argument.device.type
-        if (
-            isinstance(argument, (list, tuple))
-            and argument
-            and isinstance(argument[0], torch.Tensor)
-        ):
-            return argument[0].device.type
-    return "cpu"
+_KEYS = {
+    "cpu": torch._C.DispatchKeySet(torch._C.DispatchKey.CPU),
+    "cuda": torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA),
+}
+
+
+def _device_type(arguments: tuple[Any, ...]) -> str | None:
+    """The device type of the first tensor among (possibly nested) arguments; None without one."""
+    tensor = next(_tensors(arguments), None)
+    return None if tensor is None else tensor.device.type
+
+
+def _tensors(argument: Any) -> Iterator[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from _tensors(item)
+
+
+def _check_layouts(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Kernels read plain memory: name a tensor that has none, and say how to get one that has."""
+    names = [argument.name for argument in overload._schema.arguments]
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for tensor in _tensors(value):
+            if tensor.layout != torch.strided:
+                kind, remedy = f"of layout {tensor.layout}", f"Use {name}.to_dense()"
+            elif tensor.is_quantized:
+                kind, remedy = f"quantized ({tensor.dtype})", f"Use {name}.dequantize()"
+            else:
+                continue
+            raise NotImplementedError(
+                f"{overload.name()}: {name} is {kind}; kernels take dense tensors. {remedy}."
+            )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
@@ -54,7 +55,10 @@ def build_prebuilt(
         return None
     libraries = []
     with tempfile.TemporaryDirectory(prefix="apex-build-") as work:
-        built = build(ops, wanted, Path(work), package=package)
+        descriptor, log = tempfile.mkstemp(prefix="apex-build-", suffix=".log")
+        os.close(descriptor)
+        built = build(ops, wanted, Path(work), package=package, log=Path(log))
+        os.unlink(log)  # it outlives a failure alone, whose message names it
         output.mkdir(parents=True)
         for target, library in built.items():
             shutil.copy(library, output / library.name)
@@ -70,6 +74,7 @@ def _entry(target: Target, ops: list[Op]) -> dict[str, Any]:
         "backend": target.backend,
         "level": target.level,
         "archs": list(target.archs),
+        "toolkit": toolchain.toolkit_major(target.backend),  # CUDA's or ROCm's major version
         "ops": [op.name for op in ops],
         "compiler": toolchain.compiler_version(toolchain.compiler_for(target.backend)),
     }

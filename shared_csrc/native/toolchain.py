@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -46,6 +47,9 @@ _WRAPPED = (
     "torch_call_dispatcher",
     "aoti_torch_call_dispatcher",
 )
+
+
+VERSION_TIMEOUT_S = 60
 
 
 def torch_root() -> Path:
@@ -169,14 +173,38 @@ def compiler_for(backend: str) -> list[str]:
 
 
 def compiler_version(compiler: list[str]) -> str:
-    """The compiler's own words on its version: part of the digest and of the manifest."""
+    """The compiler's own words on its version: part of the digest and of the manifest.
+
+    Raises:
+        BuildError: it does not start, or does not answer.
+    """
     return _version(tuple(compiler))
 
 
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
-    result = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or result.stderr.strip()
+    environment = {**os.environ, "HIP_PLATFORM": "amd"}  # else hipcc appends what it finds of nvcc
+    options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+    command = [*compiler, "--version"]
+    try:
+        result = subprocess.run(command, env=environment, timeout=VERSION_TIMEOUT_S, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(
+            f"The compiler does not answer: {error}. Mend it, or name another one with CXX, "
+            "CUDA_HOME or ROCM_HOME."
+        ) from error
+    said = result.stdout.strip() or result.stderr.strip()
+    if said:
+        return said
+    file = os.stat(compiler[0])  # tells compilers apart that say nothing
+    return f"{compiler[0]} of {file.st_size} bytes, {file.st_mtime_ns}"
+
+
+def toolkit_major(backend: str) -> int | None:
+    """The major version of the CUDA or ROCm that compiles for a GPU; None if it is not said."""
+    pattern = {"cuda": r"release (\d+)\.", "hip": r"HIP version: (\d+)\."}.get(backend)
+    found = pattern and re.search(pattern, compiler_version(compiler_for(backend)))
+    return int(found[1]) if found else None
 
 
 def compile_flags(target: Target) -> list[str]:

@@ -149,11 +149,49 @@ def test_threads_that_wait_for_the_lock_load_nothing_again(wheel, monkeypatch):
     assert wheel.builds == ["one"]
 
 
-def test_a_tensor_that_no_kernel_takes(wheel):
-    """A sparse CPU tensor is on the CPU, but the kernels for the CPU are not for it."""
-    assert wheel.call["one"](X)[0] == 11
-    with pytest.raises(NotImplementedError, match="one has no kernel for cpu tensors"):
-        wheel.call["one"](X.to_sparse())
+STRANGERS = {
+    "sparse": (lambda x: x.to_sparse(), r"of layout torch\.sparse_coo.* Use x\.to_dense\(\)"),
+    "quantized": (
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        r"quantized \(torch\.qint8\).* Use x\.dequantize\(\)",
+    ),
+    "mkldnn": (lambda x: x.to_mkldnn(), r"of layout torch\._mkldnn.* Use x\.to_dense\(\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, on quantization
+@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["first", "later"])
+def test_a_tensor_that_no_kernel_takes(wheel, kind, is_loaded):
+    """It is on the CPU, but the kernels for the CPU are not for it: "no kernel" would mislead."""
+    if is_loaded:
+        assert wheel.call["one"](X)[0] == 11
+    change, said = STRANGERS[kind]
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch is built without mkldnn")
+    with pytest.raises(NotImplementedError, match=rf"::one: x is {said}"):
+        wheel.call["one"](change(X))
+    assert is_loaded or not wheel.builds  # nothing was compiled for that
+
+
+def test_lists_without_a_tensor_reach_the_kernel(tmp_path, monkeypatch):
+    """Its own checks say what is wrong with them; no tensor says which device's kernel to take."""
+    name = f"apex_first_call_{next(numbers)}"
+    ops = library.OpLibrary(name, __file__)
+    define = ops.define("lists(Tensor[] xs, Tensor[] ys) -> int", str(tmp_path / "op" / "ops.py"))
+    call = define(lambda xs, ys: 0)
+    registered = torch.library.Library(name, "IMPL")
+
+    def kernel(xs, ys):
+        raise ValueError("lists: xs is empty.")
+
+    monkeypatch.setattr(jit, "build_op", lambda op, target, *, package: tmp_path / "op.so")
+    monkeypatch.setattr(
+        torch.ops, "load_library", lambda path: registered.impl("lists", kernel, "CPU")
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="xs is empty"):
+            call([], [])
 
 
 def test_the_stub_serves_again_after_an_error(wheel):
@@ -171,6 +209,6 @@ def test_a_damaged_library_is_named_with_the_remedy(tmp_path, monkeypatch, prebu
     ops = library.OpLibrary(f"apex_first_call_{next(numbers)}", str(tmp_path / "_ops.py"))
     monkeypatch.setattr(jit, "build_op", lambda op, target, *, package: damaged)
     call = ops.define("one(Tensor x) -> Tensor", str(tmp_path / "one" / "ops.py"))(torch.empty_like)
-    remedy = "Reinstall the package" if prebuilt else "Delete it to have it compiled anew"
+    remedy = "It is damaged: " + ("reinstall the package" if prebuilt else "delete it")
     with pytest.raises(BuildError, match=rf"cannot load {damaged}: .*file too short.*\. {remedy}"):
         call(X)

@@ -1,6 +1,7 @@
 """First-use builds: which GPUs they are for, and what is said where the cache cannot be used."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,65 @@ def test_prebuilt_kernels_need_no_list(op, h100, tmp_path, monkeypatch, listed):
     assert other.available(op.folder, "cuda")
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
     assert not other.available(op.folder, "cuda")
+    with pytest.raises(
+        BuildError,
+        match=r"^Probe: the kernels of my_op for cuda are neither prebuilt in this installation of "
+        r"apex-first_use nor can they be compiled here, because the wheel's gpu\.so is for sm_80, "
+        r"sm_100, and this GPU is sm_90; nvcc was not found",
+    ):
+        other.require(op.folder, "Probe", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch", "here", "toolkit", "reason"),
+    [
+        ("cuda", "sm_90", "12.8", 13, "was compiled with CUDA 13, and this torch is for CUDA 12"),
+        ("cuda", "sm_90", "13.0", 12, None),
+        ("cuda", "sm_90", "13.0", 13, None),
+        ("cuda", "sm_90", "13.0", None, None),  # a wheel of before
+        ("hip", "gfx90a", "6.4", 7, "was compiled with ROCm 7, and this torch is for ROCm 6"),
+        ("hip", "gfx90a", "7.0", 6, "was compiled with ROCm 6, and this torch is for ROCm 7"),
+        ("hip", "gfx90a", "6.4.43482", 6, None),
+    ],
+)
+def test_a_library_of_another_toolkit_is_passed_over(
+    op, request, tmp_path, monkeypatch, backend, arch, here, toolkit, reason
+):
+    request.getfixturevalue("h100" if backend == "cuda" else "mi210")
+    monkeypatch.setattr(torch.version, backend, here)
+    ops = prebuilt_wheel(tmp_path, monkeypatch, backend, [arch])
+    ops.manifest()["libraries"][0]["toolkit"] = toolkit
+    monkeypatch.setenv("APEX_JIT", "0")
+    if reason is None:
+        assert ops._prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
+        return
+    assert ops._prebuilt(op, "cuda") is None
+    expected = f"because the wheel's gpu.so {reason}; APEX_JIT=0 forbids compiling them."
+    with pytest.raises(BuildError, match=re.escape(expected)):
+        ops.require(op.folder, "Probe", "cuda")
+    with pytest.raises(BuildError, match=re.escape(f"The wheel's gpu.so {reason}.")):
+        ops.load(op, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("said", "is_own", "remedy"),
+    [
+        ("failed to map segment from shared object", False, "noexec.*set APEX_CACHE_DIR"),
+        ("failed to map segment from shared object", True, "noexec.*install the package on one"),
+        ("libamdhip64.so.7: cannot open shared object file", True, "Install a wheel that was"),
+        ("undefined symbol: aoti_torch_x", False, "for another installation than torch"),
+        ("file too short", True, "damaged: reinstall the package"),
+    ],
+)
+def test_the_remedy_is_for_the_cause(tmp_path, monkeypatch, said, is_own, remedy):
+    def refuse(path):
+        raise OSError(said)
+
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    ops = library.OpLibrary("apex_first_use", str(tmp_path / "_ops.py"))
+    folder = ops.kernels if is_own else tmp_path / "cache"
+    with pytest.raises(BuildError, match=rf"cannot load {folder}/cpu\.so: {said}.*{remedy}"):
+        ops._open(folder / "cpu.so")
 
 
 @pytest.mark.parametrize("listed", ["gfx942", "gfx90a;gfx1100", ""])
@@ -141,7 +201,12 @@ def test_a_cache_folder_that_cannot_be_written(op, tmp_path, monkeypatch, refuse
 
     monkeypatch.setenv("APEX_JIT", "1")
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(jit, "build", lambda ops, targets, folder, package: {CPU: folder / "x.so"})
+
+    def fake_build(ops, targets, folder, *, package, log):
+        (folder / "x.so").touch()
+        return {CPU: folder / "x.so"}
+
+    monkeypatch.setattr(jit, "build", fake_build)
     place = {"mkdtemp": "tempfile.mkdtemp", "replace": "os.replace", "lock": "filelock.FileLock"}
     monkeypatch.setattr(place[refused], refuse)
     with pytest.raises(BuildError, match=r"Permission denied.*Set APEX_CACHE_DIR"):

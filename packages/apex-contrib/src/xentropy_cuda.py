@@ -13,12 +13,10 @@ from torch import Tensor
 from apex.contrib._ops import library
 from apex.contrib.xentropy import ops as _ops
 
-if not library.available(Path(_ops.__file__).parent):
-    raise ImportError(
-        "xentropy_cuda: this installation of apex-contrib has no prebuilt xentropy kernels, and "
-        "none can be built here: APEX_JIT=0 is set, or no C++ compiler was found. Install a wheel "
-        "with prebuilt kernels, or install g++ and unset APEX_JIT."
-    )
+try:
+    library.require(Path(_ops.__file__).parent, "xentropy_cuda")
+except RuntimeError as error:
+    raise ImportError(str(error), name="xentropy_cuda") from error
 
 __all__ = ["backward", "forward"]
 

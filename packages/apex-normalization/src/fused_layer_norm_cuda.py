@@ -224,16 +224,12 @@ def _check_backward_operands(name, dout, saved, gamma, beta, shape, eps):
 
 def _require_kernels() -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if _library.available(Path(_fused_layer_norm.__file__).parent, device_type):
-        return
-    compiler = "nvcc or hipcc" if device_type == "cuda" else "such as g++ 11 or later"
-    raise ImportError(
-        f"fused_layer_norm_cuda: the kernels for {device_type} are neither prebuilt in this "
-        "installation of apex-normalization nor can they be compiled here. Install a wheel with "
-        f"kernels for this platform; or install ninja and a compiler ({compiler}), and do not set "
-        "APEX_JIT=0.",
-        name="fused_layer_norm_cuda",
-    )
+    try:
+        _library.require(
+            Path(_fused_layer_norm.__file__).parent, "fused_layer_norm_cuda", device_type
+        )
+    except RuntimeError as error:
+        raise ImportError(str(error), name="fused_layer_norm_cuda") from error
 
 
 _require_kernels()

@@ -76,17 +76,11 @@ def _require_kernels() -> None:
     """Raise ImportError with the remedy if an op of this module cannot run on this machine."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     apex = Path(_optimizers.__file__).parent.parent
-    for name in [name for module in _MODULES for name in module.KERNELS]:
-        folder = apex / name
-        if not _library.available(folder, device_type):
-            raise ImportError(
-                f"amp_C: the kernels of {folder.name} for {device_type} are neither prebuilt in "
-                "this installation of apex-optimizers nor can they be compiled here. Install a "
-                "wheel with kernels for this platform; or install ninja and a compiler "
-                f"({'nvcc or hipcc' if device_type == 'cuda' else 'such as g++ 11 or later'}), "
-                "and do not set APEX_JIT=0.",
-                name="amp_C",
-            )
+    try:
+        for name in [name for module in _MODULES for name in module.KERNELS]:
+            _library.require(apex / name, "amp_C", device_type)
+    except RuntimeError as error:
+        raise ImportError(str(error), name="amp_C") from error
 
 
 _require_kernels()

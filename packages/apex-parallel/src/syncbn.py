@@ -17,14 +17,10 @@ from apex.parallel._ops import library as _library
 from apex.parallel.syncbn.arrange import affine_vectors as _affine_vectors
 
 _device_type = "cuda" if torch.cuda.is_available() else "cpu"
-if not _library.available(Path(_ops.__file__).parent, _device_type):
-    raise ImportError(
-        f"syncbn: apex-parallel has no prebuilt kernels for {_device_type} tensors here and cannot "
-        "build them: APEX_JIT=0 forbids it, or no compiler was found. Install a wheel with "
-        "prebuilt kernels for this platform, or unset APEX_JIT and install a C++ compiler (for a "
-        "GPU, nvcc or hipcc too).",
-        name="syncbn",
-    )
+try:
+    _library.require(Path(_ops.__file__).parent, "syncbn", _device_type)
+except RuntimeError as error:
+    raise ImportError(str(error), name="syncbn") from error
 
 __all__ = [
     "batchnorm_backward",

@@ -19,18 +19,12 @@ def require_kernels(optimizer: str, folder: str, params: Sequence[Tensor]) -> No
     Parameters that are on the CPU now may be moved to a GPU before the first step.
     """
     for device_type in {param.device.type for param in params} & {"cpu", "cuda"}:
-        if (folder, device_type) not in _found and not _is_there(folder, device_type):
-            raise RuntimeError(
-                f"{optimizer}: the kernels of {folder} for {device_type} are neither prebuilt in "
-                "this installation of apex-optimizers nor can they be compiled here. Install a "
-                "wheel with kernels for this platform; or install ninja and a compiler, and do not "
-                "set APEX_JIT=0."
-            )
+        if (folder, device_type) not in _found:
+            path = Path(__file__).parent / folder
+            if not (
+                device_type == "cpu"
+                and torch.cuda.is_available()
+                and library.available(path, "cuda")
+            ):
+                library.require(path, optimizer, device_type)
         _found.add((folder, device_type))
-
-
-def _is_there(folder: str, device_type: str) -> bool:
-    path = Path(__file__).parent / folder
-    return library.available(path, device_type) or (
-        device_type == "cpu" and torch.cuda.is_available() and library.available(path, "cuda")
-    )
