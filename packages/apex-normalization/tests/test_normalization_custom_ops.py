@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from apex.normalization import fused_layer_norm as module
 from apex_testkit import assert_compiles, opcheck_samples
@@ -98,6 +99,16 @@ def test_forward_mode_is_refused(grad_enabled):
         pytest.raises(NotImplementedError, match=r"apex::fused_layer_norm_fwd: .* forward-mode"),
     ):
         torch.func.jvp(norm, (x,), (x,))
+
+
+def test_forward_mode_through_the_gradient_is_refused():
+    x = torch.randn(4, C)
+    _, mean, rstd = torch.ops.apex.fused_layer_norm_fwd(x, [C], EPS)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match=r"apex::fused_layer_norm_bwd: .* forward-mode"),
+    ):
+        torch.ops.apex.fused_layer_norm_bwd(forward_ad.make_dual(x, x), mean, rstd, x, [C], EPS)
 
 
 @pytest.mark.parametrize("name", ["fused_layer_norm_affine_fwd", "fused_rms_norm_fwd"])

@@ -242,16 +242,26 @@ def test_batched_gradients(kind, device):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_dual_gradients(name, device):
-    """Of a call outside the level: the backward's kernels would drop the tangents in silence."""
-    x, weight, bias = torch.randn(3, C, device=device, dtype=torch.float64)
-    x = x[None].clone().requires_grad_()
-    tangents = []
-    for f in PAIRS[name]:
-        y = f(x, weight, bias)
+def test_forward_mode_through_the_gradient(name, device):
+    """Without ``create_graph``, where the kernels would drop the tangent of their gradient."""
+    x, weight, bias, dy = torch.randn(4, 3, C, device=device, dtype=torch.float64)
+    weight, bias = weight[0], bias[0]
+    inputs = [t.requires_grad_() for t in (x, weight)]
+
+    def tangents(norm):
+        y = norm(x, weight, bias)
         with forward_ad.dual_level():
-            dual = forward_ad.make_dual(y.detach().sin(), y.detach().cos())
-            (gradient,) = torch.autograd.grad(y, x, dual)
-            tangents.append(forward_ad.unpack_dual(gradient).tangent)
+            dual = forward_ad.make_dual(dy.to(y.dtype), dy.cos().to(y.dtype))
+            grads = torch.autograd.grad(y, inputs, dual, allow_unused=True)
+            return [g if g is None else forward_ad.unpack_dual(g).tangent for g in grads]
+
     tolerance = 1e-5 if "mixed" in name else 1e-10
-    torch.testing.assert_close(*tangents, rtol=tolerance, atol=tolerance)
+    ours, theirs = (tangents(f) for f in PAIRS[name])
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_memory_efficient_gradients_refuse_forward_mode(device):
+    x, dy = torch.randn(2, 3, C, device=device)
+    y = fused_layer_norm(x.requires_grad_(), C, memory_efficient=True)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="cannot be differentiated"):
+        torch.autograd.grad(y, x, forward_ad.make_dual(dy, dy))

@@ -235,13 +235,52 @@ def test_compiles(last, device):
     assert_compiles(norm, x, ulps=0 if last else 2)
 
 
+VECTORS = [torch.rand(4) + 0.5 for _ in range(4)]  # weight, bias, mean and variance
+FUNCTIONS = {
+    "batch": lambda x: SyncBatchnormFunction.apply(x, None, *VECTORS[:2], None, None, 1e-5),
+    "running": lambda x: SyncBatchnormFunction.apply(x, None, *VECTORS, 1e-5, False),
+    "given": lambda x: GivenStatistics.apply(x, *VECTORS, 1e-5, None, 1),
+}
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(lambda x: (f(x) ** 3).sum()),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f: lambda x: torch.vmap(f)(torch.stack([x, x])),
+    "hessian": lambda f: torch.func.hessian(lambda x: (f(x) ** 3).sum()),
+}
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-def test_transforms_are_refused(compiled):
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_transforms_are_refused(function, transform, compiled):
     """In compiled code torch gave gradients of zero instead of its error."""
-    norm = SyncBatchNorm(4, track_running_stats=False)
-    gradient = torch.func.grad(lambda x: (norm(x) ** 3).sum())
+    transformed = transform(function)
     if compiled:
         torch.compiler.reset()
-        gradient = torch.compile(gradient, backend="eager")
-    with pytest.raises(RuntimeError, match="setup_context"):
-        gradient(torch.randn(8, 4, 3))
+        transformed = torch.compile(transformed, backend="eager")
+    with pytest.raises(RuntimeError, match=r"setup_context|cannot transform"):
+        transformed(torch.randn(8, 4, 3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_forward_mode_is_refused(function, compiled):
+    """In compiled code torch dropped the tangent instead of raising its error."""
+    if compiled:
+        torch.compiler.reset()
+        function = torch.compile(function, backend="eager")
+    x = torch.randn(8, 4, 3)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        function(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_forward_mode_through_the_gradient_is_refused(function, device):
+    """The kernels would drop the tangent of the gradient that they are given."""
+    x = torch.randn(8, 4, 3).requires_grad_()
+    y = function(x)
+    with forward_ad.dual_level():
+        torch.autograd.grad(y, x, y.detach(), retain_graph=True)  # no tangent: computed
+        dual = forward_ad.make_dual(y.detach(), y.detach())
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(y, x, dual)

@@ -39,7 +39,12 @@ class _NoSecondDerivative(Function):
             "the like, where a second derivative is needed."
         )
 
-    jvp = backward  # a tangent of the incoming gradient asks for the same
+    jvp = backward  # forward mode over a gradient
+
+
+def refuse_batch_norm_transforms() -> None:
+    """Raise within ``torch.func``: for the first line of a function's ``forward``."""
+    refuse_transforms(NAME, "Use torch.nn.BatchNorm2d, or the like, there.")
 
 
 def not_twice_differentiable(backward: Callable) -> Callable:
@@ -95,7 +100,7 @@ class SyncBatchnormFunction(Function):
                 they are not None. If False, normalize by the running ones.
             momentum: share of the batch in the new running statistics.
         """
-        refuse_transforms(NAME, "Use torch.nn.BatchNorm2d, or the like, there.")
+        refuse_batch_norm_transforms()
         channel_last = channel_last or input.dim() == 2
         vectors = {
             "weight": weight,

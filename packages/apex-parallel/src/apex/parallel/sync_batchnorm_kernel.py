@@ -14,6 +14,7 @@ from .optimized_sync_batchnorm_kernel import (
     given_statistics,
     input_gradient,
     not_twice_differentiable,
+    refuse_batch_norm_transforms,
 )
 from .syncbn import batchnorm_forward, reduce_bn
 from .syncbn.arrange import affine_vectors, arrangement_of, channels_of, check_operands
@@ -46,6 +47,7 @@ class SyncBatchnormFunction(Function):
             process_group: None is the world.
             world_size: the group's size, which this function asks the group itself.
         """
+        refuse_batch_norm_transforms()
         vectors = {"weight": weight, "bias": bias, "running_mean": running_mean}
         check_operands(input, None, vectors, channel_last=False)
         layout = ctx.layout = arrangement_of(input, channel_last=False)

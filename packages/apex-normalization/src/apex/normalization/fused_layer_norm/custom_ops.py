@@ -27,15 +27,20 @@ _END = "int[] normalized_shape, float eps, bool memory_efficient=False"
 
 def _forward(name: str, parameters: str, returns: str):
     """Define ``apex::name`` from the decorated function, which serves real and fake tensors."""
-    define = _define(f"{name}(Tensor input, {parameters}{_END}) -> {returns}")
+    return _refusing_forward_mode(f"{name}(Tensor input, {parameters}{_END}) -> {returns}")
+
+
+def _refusing_forward_mode(schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Define an operator that raises where its tangents would be lost."""
+    name, define = schema.partition("(")[0], _define(schema)
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
-        def forward(*arguments: Any, **options: Any) -> Any:
+        def operator(*arguments: Any, **options: Any) -> Any:
             _refuse_forward_mode(name)
             return function(*arguments, **options)
 
-        return define(forward)
+        return define(operator)
 
     return decorate
 
@@ -49,13 +54,13 @@ def _refuse_forward_mode(name: str) -> None:
         return
     raise NotImplementedError(
         f"apex::{name}: operators have no forward-mode derivative, but this call is within "
-        "torch.func.jvp, jacfwd, hessian or dual_level. Call the function of this name in "
-        "apex.normalization.fused_layer_norm, which has."
+        "torch.func.jvp, jacfwd, hessian or dual_level. Call the functions of "
+        "apex.normalization.fused_layer_norm, which have."
     )
 
 
 def _backward(name: str, statistics: str, parameters: str, returns: str):
-    return _define(
+    return _refusing_forward_mode(
         f"{name}(Tensor grad_output, {statistics}, Tensor input_or_output, int[] normalized_shape,"
         f" {parameters}float eps, bool memory_efficient=False) -> {returns}"
     )

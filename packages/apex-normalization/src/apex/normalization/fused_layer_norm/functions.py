@@ -42,6 +42,8 @@ class _NoSecondDerivative(Function):
             "is needed."
         )
 
+    jvp = backward  # forward mode over a gradient
+
 
 def _refusing(ctx: Any, compute: Any, dy: Tensor, *options: bool):
     """Return compute's gradients, which refuse a second derivative."""
