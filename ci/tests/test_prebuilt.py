@@ -217,6 +217,12 @@ def test_a_checkout_knows_the_names_of_all_packages():
     assert switches.known_names() >= SIBLINGS
 
 
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_a_module_without_kernels_demands_none(value):
+    package = ROOT / "packages" / "apex-parallel" / "src" / "apex" / "parallel"
+    assert switches.read_switches(package, {"APEX_BUILD_APEX_C": value}) == switches.Switches()
+
+
 def test_an_sdist_knows_what_is_listed_in_it(built, tmp_path, monkeypatch):
     """It lies alone; without the list no name of another package is known."""
     monkeypatch.setattr(switches, "SHARED", tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 HALF_FLOAT_DOUBLE_BFLOAT16 = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
 
@@ -20,23 +21,31 @@ def flatten(bucket: Sequence[Tensor]) -> Tensor:
         bucket: at least one tensor; any shapes and strides, one dtype and device.
 
     Returns:
-        A tensor of shape ``[sum of numel]``, of the bucket's dtype.
+        A tensor of shape ``[sum of numel]``, of the bucket's dtype, without a gradient.
 
     Raises:
         ValueError: the bucket is empty.
         TypeError: the dtypes differ (use :func:`split_by_type` first).
+        RuntimeError: the devices differ, or a tensor is sparse.
     """
+    with torch.no_grad():
+        return join(bucket)
+
+
+def join(bucket: Sequence[Tensor]) -> Tensor:
+    """:func:`flatten`, through which gradients flow, if enabled; ``apex_C.flatten``."""
     if len(bucket) == 0:
         raise ValueError("flatten: bucket is empty; expected at least one tensor.")
-    dtype = bucket[0].dtype
-    for position, tensor in enumerate(bucket):
-        if tensor.dtype != dtype:
-            raise TypeError(
-                f"flatten: bucket[{position}] is {tensor.dtype}, but bucket[0] is "
-                f"{dtype}. Group the tensors with split_by_type first."
-            )
-    with torch.no_grad():
-        return torch.cat([tensor.reshape(-1) for tensor in bucket])
+    if len({tensor.dtype for tensor in bucket}) > 1:  # torch would promote them
+        dtype = bucket[0].dtype
+        position = next(i for i, tensor in enumerate(bucket) if tensor.dtype != dtype)
+        raise TypeError(
+            f"flatten: bucket[{position}] is {bucket[position].dtype}, but bucket[0] is "
+            f"{dtype}. Group the tensors with split_by_type first."
+        )
+    if len(bucket) == 1:  # torch would return a view of it
+        return bucket[0].clone(memory_format=torch.contiguous_format).view(-1)
+    return _flatten_dense_tensors(bucket)
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
@@ -44,20 +53,18 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
 
     Args:
         coalesced: 1-D, at least ``sum of numel`` of ``bucket`` long.
-        bucket: the tensors whose shapes and order are wanted.
+        bucket: the tensors whose shapes and order are wanted; none give no view.
 
     Raises:
         ValueError: ``coalesced`` is not 1-D or too short.
     """
-    numels = [tensor.numel() for tensor in bucket]
-    total = sum(numels)
+    total = sum(map(Tensor.numel, bucket))
     if coalesced.dim() != 1 or coalesced.numel() < total:
         raise ValueError(
             f"unflatten: coalesced has shape {list(coalesced.shape)}, but bucket holds {total} "
             "elements; expected the 1-D result of flatten(bucket)."
         )
-    pieces = coalesced[:total].split(numels)
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, bucket, strict=True)]
+    return list(_unflatten_dense_tensors(coalesced, bucket))
 
 
 imported_flatten_impl = True  # there is one implementation, so it is always in place
