@@ -1,0 +1,295 @@
+"""Random sequences of what users do with DistributedDataParallel, against a plain model of it.
+
+Hypothesis draws a sequence in this process; two ranks execute it and compare all gradients with
+the model after each operation. All numbers are small integers and halves, so all sums are exact in
+every dtype: what differs is wrong. ``APEX_EXAMPLES`` sets the number of sequences.
+"""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from apex_testkit.ddp_sequence import SHAPES, check_sequence, inputs
+
+RANKS = range(2)
+LIMIT = 16.0  # gradients are zeroed beyond it, while halves still have an exact bfloat16
+
+
+class Plain:
+    """The gradients that one wrapper must have on both ranks, in float64, and what it may do."""
+
+    def __init__(self, spec):
+        self.shapes, self.disabled = [SHAPES[s] for _, s in spec["params"]], False
+        options = spec["options"]
+        self.factor = 0.5  # two ranks
+        if not options["gradient_average"]:
+            self.factor = 1.0 / options["gradient_predivide_factor"]
+        self.frozen, self.graphs = set(), {}
+        self.forget()
+
+    def forget(self):
+        """As a new wrapper is."""
+        self.grads = [[None] * len(self.shapes) for _ in RANKS]
+        self.news = [set() for _ in RANKS]
+        self.active, self.prepared, self.broken, self.graphs = set(), False, False, {}
+
+    def forward(self, number, terms):
+        self.active = {p for p in range(len(self.shapes)) if p not in self.frozen}
+        self.prepared, self.broken = True, False
+        self.graphs[number] = [[p for p in used if p in self.active] for used in terms]
+
+    def reached(self, numbers):
+        """By rank, the parameters whose gradient a backward through these graphs adds to."""
+        found = [{p for n in numbers for p in self.graphs[n][r]} for r in RANKS]
+        return [used - self.frozen for used in found]
+
+    def refusal(self, numbers):
+        """The text of the error that backward must raise, or None."""
+        if self.disabled:
+            return None
+        if not self.prepared:
+            return "backward without a forward"
+        late = any(used - self.active for used in self.reached(numbers))
+        return "was frozen" if late else None
+
+    def add(self, number, rank, index):
+        new = inputs(number, rank, index, self.shapes[index]).sum(0)
+        old = self.grads[rank][index]
+        self.grads[rank][index] = new if old is None else old + new
+        self.news[rank].add(index)
+
+    def backward(self, numbers, retain):
+        for number in numbers:
+            for rank, used in enumerate(self.graphs[number]):
+                for index in set(used) - self.frozen:
+                    self.add(number, rank, index)
+            if not retain:
+                del self.graphs[number]
+
+    def reduce(self):
+        for index in self.active:
+            mine = [self.grads[r][index] for r in RANKS]
+            if any(index in self.news[r] and mine[r] is not None for r in RANKS):
+                zero = torch.zeros(self.shapes[index], dtype=torch.float64)
+                result = sum(zero if g is None else g for g in mine) * self.factor
+                for rank in RANKS:
+                    self.grads[rank][index] = result.clone()
+        self.news, self.prepared = [set() for _ in RANKS], False
+
+    def zero(self, rank, to_none):
+        for index, grad in enumerate(self.grads[rank]):
+            self.grads[rank][index] = None if to_none or grad is None else grad * 0
+
+    def largest(self):
+        grads = [g for mine in self.grads for g in mine if g is not None and g.numel()]
+        return max((g.abs().max().item() for g in grads), default=0.0)
+
+
+indices = st.integers(0, 4)
+OPTIONS = st.one_of(
+    st.fixed_dictionaries({"message_size": st.sampled_from([1, 4, 10, 10_000_000])}),
+    st.just({"delay_allreduce": True}),
+    st.fixed_dictionaries({"triggers": st.lists(st.integers(0, 1), unique=True)}),
+    st.fixed_dictionaries(
+        {"message_size": st.sampled_from([1, 4]), "num_allreduce_streams": st.integers(2, 3)}
+    ),
+)
+FACTORS = [(True, 1.0), (True, 0.5), (True, 4.0), (False, 1.0), (False, 2.0)]
+MORE = st.builds(
+    lambda factors, retains, wide: {
+        "gradient_average": factors[0],
+        "gradient_predivide_factor": factors[1],
+        "retain_allreduce_buffers": retains,
+        "allreduce_always_fp32": wide,
+    },
+    st.sampled_from(FACTORS),
+    st.booleans(),
+    st.booleans(),
+)
+SPECS = st.fixed_dictionaries(
+    {
+        "params": st.lists(st.tuples(st.integers(0, 3), indices), min_size=2, max_size=5),
+        "options": st.builds(dict.__or__, OPTIONS, MORE),
+    }
+)
+
+
+class Sequences(RuleBasedStateMachine):
+    ranks = None
+
+    @initialize(specs=st.lists(SPECS, min_size=1, max_size=2))
+    def start(self, specs):
+        self.specs, self.plain = specs, [Plain(spec) for spec in specs]
+        self.operations, self.number = [], 0
+
+    def wrapper(self, where):
+        where %= len(self.plain)
+        return where, self.plain[where]
+
+    def note(self, operation, where=0, **arguments):
+        """Add what has been done to the model to the operations of the ranks."""
+        lists = lambda g: None if g is None else g.tolist()
+        expected = [[[lists(g) for g in mine] for mine in plain.grads] for plain in self.plain]
+        self.operations.append((operation, where, arguments, expected))
+        for other, plain in enumerate(self.plain):
+            if operation != "zero" and plain.largest() > LIMIT:
+                self.zero(other, [0, 1], to_none=False)
+
+    def used(self, data, plain):
+        terms = st.lists(st.integers(0, len(plain.shapes) - 1), min_size=1, unique=True)
+        return data.draw(terms.filter(lambda used: set(used) - plain.frozen), label="used")
+
+    @rule(where=indices, data=st.data(), same=st.booleans(), then=st.booleans())
+    def forward(self, where, data, same, then):
+        where, plain = self.wrapper(where)
+        first = self.used(data, plain)
+        terms = [first, first if same else self.used(data, plain)]
+        self.number += 1
+        plain.forward(self.number, terms)
+        self.note("forward", where, number=self.number, terms=terms)
+        if then:  # the usual next call
+            numbers = [[self.number] if i == where else [] for i in range(len(self.plain))]
+            self.go_back(numbers, retain=False)
+
+    def go_back(self, numbers, retain):
+        pairs = [(p, mine) for p, mine in zip(self.plain, numbers, strict=True) if mine]
+        for plain, mine in pairs:
+            if not all(plain.reached(mine)) or (plain.broken and not plain.disabled):
+                return  # each backward reaches a parameter; after a failed one comes a forward
+        refusals = [plain.refusal(mine) for plain, mine in pairs]
+        message = next(filter(None, refusals), None)
+        if message and len(pairs) > 1:
+            return
+        for plain, mine in pairs:
+            if message == "was frozen" and any(g[0] != g[1] for g in map(plain.graphs.get, mine)):
+                return  # ranks would have launched different buckets before the error
+            plain.backward(mine, retain)
+            if message:
+                plain.broken = plain.prepared
+                plain.graphs.clear()
+                for rank in RANKS:
+                    plain.zero(rank, True)  # how much had been added, is nobody's promise
+            elif not plain.disabled:
+                plain.reduce()
+        if not message:
+            self.note("backward", numbers=numbers, retain=retain)
+            return
+        (where,) = [i for i, mine in enumerate(numbers) if mine]
+        self.note("refused", where, numbers=numbers[where], message=message)
+
+    @precondition(lambda self: any(plain.graphs for plain in self.plain))
+    @rule(data=st.data(), retain=st.booleans())
+    def backward(self, data, retain):
+        graphs = [(i, n) for i, plain in enumerate(self.plain) for n in plain.graphs]
+        chosen = data.draw(st.lists(st.sampled_from(graphs), min_size=1, unique=True))
+        self.go_back([[n for i, n in chosen if i == w] for w in range(len(self.plain))], retain)
+
+    @rule(where=indices, data=st.data())
+    def fail(self, where, data):
+        """In forward, or in backward between two parameters, on both ranks alike."""
+        where, plain = self.wrapper(where)
+        used = self.used(data, plain)
+        at = data.draw(st.none() | st.integers(0, len(used)), label="fails at")
+        self.number += 1
+        plain.forward(self.number, [used, used])
+        del plain.graphs[self.number]
+        if at is not None:
+            for rank in RANKS:
+                for index in set(used[at:]) - plain.frozen:
+                    plain.add(self.number, rank, index)
+            plain.broken = not plain.disabled
+        self.note("fail", where, number=self.number, used=used, at=at)
+
+    @precondition(lambda self: any(plain.graphs for plain in self.plain))
+    @rule(data=st.data())
+    def look(self, data):
+        graphs = [(i, n) for i, plain in enumerate(self.plain) for n in plain.graphs]
+        where, number = data.draw(st.sampled_from(graphs))
+        if any(used - self.plain[where].frozen for used in self.plain[where].reached([number])):
+            self.note("look", where, number=number)
+
+    @rule(where=indices)
+    def evaluate(self, where):
+        self.note("evaluate", self.wrapper(where)[0])
+
+    @rule(where=indices, ranks=st.sampled_from([[0, 1], [0, 1], [0]]), to_none=st.booleans())
+    def zero(self, where, ranks, to_none):
+        where, plain = self.wrapper(where)
+        for rank in ranks:
+            plain.zero(rank, to_none)
+        self.note("zero", where, ranks=ranks, to_none=to_none)
+
+    @rule(where=indices, index=indices)
+    def freeze(self, where, index):
+        where, plain = self.wrapper(where)
+        index %= len(plain.shapes)
+        if len(plain.frozen) + 1 < len(plain.shapes) and index not in plain.frozen:
+            plain.frozen.add(index)
+            self.note("freeze", where, index=index, frozen=True)
+
+    @rule(where=indices, data=st.data())
+    def unfreeze(self, where, data):
+        where, plain = self.wrapper(where)
+        if plain.frozen:
+            index = data.draw(st.sampled_from(sorted(plain.frozen)))
+            plain.frozen.remove(index)
+            self.note("freeze", where, index=index, frozen=False)
+
+    @rule(where=indices)
+    def disable(self, where):
+        where, plain = self.wrapper(where)
+        plain.disabled = not plain.disabled
+        self.note("disable", where, disabled=plain.disabled)
+
+    @rule(where=indices, changed=st.sampled_from([("needs_refresh", True), ("message_size", 3)]))
+    def change(self, where, changed):
+        self.note("change", self.wrapper(where)[0], name=changed[0], value=changed[1])
+
+    @rule(where=indices, pickled=st.booleans())
+    def copy(self, where, pickled):
+        where, plain = self.wrapper(where)
+        plain.forget()
+        self.note("copy", where, pickled=pickled)
+
+    @rule(where=indices)
+    def load(self, where):
+        self.note("load", self.wrapper(where)[0])
+
+    @rule(where=indices, index=indices, dtype=st.integers(0, 3))
+    def cast(self, where, index, dtype):
+        where, plain = self.wrapper(where)
+        index %= len(plain.shapes)
+        plain.graphs = {}
+        plain.prepared = False  # a forward comes before the next backward
+        for rank in RANKS:
+            plain.grads[rank][index] = None
+        self.note("cast", where, index=index, dtype=dtype)
+
+    def teardown(self):
+        if self.operations:
+            self.ranks(check_sequence, specs=self.specs, operations=self.operations)
+
+
+def test_sequences(two_ranks):
+    examples = int(os.environ.get("APEX_EXAMPLES", "0"))
+    Sequences.ranks = two_ranks
+    run_state_machine_as_test(
+        Sequences,
+        settings=settings(
+            max_examples=examples or 100,
+            stateful_step_count=30,
+            derandomize=not examples,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
