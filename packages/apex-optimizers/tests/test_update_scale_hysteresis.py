@@ -76,3 +76,18 @@ def test_wrong_tensors_change_nothing(device):
     with pytest.raises(RuntimeError, match="current_scale must be one float32 number"):
         update_scale_hysteresis(scale.double(), *counters, found, *numbers)
     assert (scale.item(), *(c.item() for c in counters)) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("position", "name", "bad"),
+    [(0, "growth_factor", 0.0), (1, "backoff_factor", float("nan"))]
+    + [(2, "growth_interval", 0), (3, "hysteresis", -1)],
+)
+def test_numbers_out_of_range_change_nothing(position, name, bad, device):
+    scale, found = torch.ones(1, device=device), torch.ones(1, device=device)
+    counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
+    numbers = [2.0, 0.5, 2, 3]
+    numbers[position] = bad
+    with pytest.raises(RuntimeError, match=f"update_scale_hysteresis: {name} must be .*got"):
+        update_scale_hysteresis(scale, *counters, found, *numbers)
+    assert (scale.item(), *(c.item() for c in counters)) == (1, 1, 1)

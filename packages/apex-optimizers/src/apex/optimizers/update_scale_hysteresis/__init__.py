@@ -36,11 +36,13 @@ def update_scale_hysteresis(
         growth_tracker: int32, one element: clean steps since the scale last changed.
         hysteresis_tracker: int32, one element: how many more are tolerated, plus one.
         found_inf: float32, one element: > 0 where this step has inf or NaN.
-        growth_factor, backoff_factor: factors without unit.
-        growth_interval, hysteresis: steps.
+        growth_factor, backoff_factor: factors without unit; ``> 0``.
+        growth_interval: steps; ``>= 1``.
+        hysteresis: steps; ``>= 0``.
 
     Raises:
-        RuntimeError: a tensor is of another dtype, size or device; nothing is changed then.
+        RuntimeError: a tensor is of another dtype, size or device, or a number is out of range;
+            nothing is changed then.
 
     Source:
         Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2, with a tolerance.

@@ -14,6 +14,10 @@ void update_scale_hysteresis(const Tensor& current_scale, const Tensor& growth_t
                              double growth_factor, double backoff_factor, int64_t growth_interval,
                              int64_t hysteresis) {
   const char* op = "update_scale_hysteresis";
+  check(growth_factor > 0, op, ": growth_factor must be > 0, got ", growth_factor, ".");
+  check(backoff_factor > 0, op, ": backoff_factor must be > 0, got ", backoff_factor, ".");
+  check(growth_interval >= 1, op, ": growth_interval must be >= 1, got ", growth_interval, ".");
+  check(hysteresis >= 0, op, ": hysteresis must be >= 0, got ", hysteresis, ".");
   TensorTable table;
   table.columns = 4;
   table.numel = {1};
