@@ -78,11 +78,15 @@ def test_wrong_tensors_change_nothing(device):
     assert (scale.item(), *(c.item() for c in counters)) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("position", "name", "bad"),
-    [(0, "growth_factor", 0.0), (1, "backoff_factor", float("nan"))]
-    + [(2, "growth_interval", 0), (3, "hysteresis", -1)],
-)
+BAD = [
+    (0, "growth_factor", 0.0),
+    (1, "backoff_factor", float("nan")),
+    (2, "growth_interval", 0),
+    (3, "hysteresis", -1),
+]
+
+
+@pytest.mark.parametrize(("position", "name", "bad"), BAD)
 def test_numbers_out_of_range_change_nothing(position, name, bad, device):
     scale, found = torch.ones(1, device=device), torch.ones(1, device=device)
     counters = [torch.ones(1, dtype=torch.int32, device=device) for _ in range(2)]
