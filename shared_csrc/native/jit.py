@@ -210,6 +210,12 @@ def _build_into(op: Op, target: Target, library: Path, package: str) -> None:
         # A library without its own seal beside it is not loaded, so the order does not matter.
         os.replace(seal, trust.seal_path(library))
         os.replace(built, library)
+    except BuildError:
+        raise  # its message names the log
+    except BaseException:
+        log.unlink(missing_ok=True)
+        raise
+    else:
         log.unlink(missing_ok=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
