@@ -1,8 +1,9 @@
 """Mixed-precision training: opt levels, loss scaling, and casts that can be switched off."""
 
+from typing import TYPE_CHECKING
+
 from .__version__ import VERSION, __version__
 from ._amp_state import _amp_state, master_params
-from ._debug import debug
 from .amp import (
     bfloat16_function,
     float_function,
@@ -16,6 +17,9 @@ from .amp import (
 )
 from .frontend import initialize, load_state_dict, state_dict
 from .handle import disable_casts, scale_loss
+
+if TYPE_CHECKING:
+    from ._debug import debug
 
 __all__ = [
     "VERSION",
@@ -38,3 +42,17 @@ __all__ = [
     "scale_loss",
     "state_dict",
 ]
+
+
+def __getattr__(name: str):
+    """Import ``debug`` on first use: few scripts use it."""
+    if name != "debug":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._debug import debug
+
+    globals()["debug"] = debug
+    return debug
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "debug"})
