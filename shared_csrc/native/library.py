@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import BuildError
+from .mixtures import refusing_mixtures
+from .writes import register_writes
 
 if TYPE_CHECKING:  # the builder is imported at the first call: imports would take twice the time
     from .build import Op
@@ -61,8 +63,10 @@ class OpLibrary:
             folder = Path(file or fake.__code__.co_filename).parent
             self.schemas[name] = schema
             self._torch_library.define(schema)
-            torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._torch_library)
             overload = getattr(getattr(torch.ops, self.namespace), name).default
+            checked = refusing_mixtures(overload, fake)
+            torch.library.register_fake(overload.name(), checked, lib=self._torch_library)
+            register_writes(self._torch_library, overload)
             self._torch_library.impl(
                 name, self._stub(overload, folder), "CompositeExplicitAutograd"
             )

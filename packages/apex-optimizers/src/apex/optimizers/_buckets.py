@@ -15,6 +15,7 @@ from torch import Tensor
 from ._gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
 from ._masters import MasterMarks
 from ._sharding import is_sharded, local_tensors
+from ._shared.native.writes import below_autograd
 
 MASTER = "master_param"
 
@@ -132,13 +133,15 @@ class Bucket:
             self.marks.refill(self.params, self.local(self.params), masters)
         call, grads = self.bind(op, hyper), self.local(self.grads)
         try:
-            call(grads)
+            with below_autograd():
+                call(grads)
         except (RuntimeError, NotImplementedError):
             self.check()
             matched = match_layouts(self.local(self.params), grads)
             if all(map(operator.is_, matched, grads)):
                 raise
-            call(matched)
+            with below_autograd():
+                call(matched)
             if op in self.writing_ops:
                 for own, copy in zip(grads, matched, strict=True):
                     if own is not copy:

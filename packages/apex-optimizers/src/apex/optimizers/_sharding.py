@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ._shared.native.writes import call_counted
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor; without importing what defines it, which takes long."""
@@ -76,7 +78,7 @@ def norms_of(tensors: list[Tensor], whole: Tensor | None) -> Tensor:
     """
     from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
-    _, norms = multi_tensor_l2norm(tensors, None, True)
+    _, norms = call_counted(multi_tensor_l2norm, tensors, None, True)
     if whole is None:
         return norms
     squares = reduce_over_shards(norms.double().square_(), whole)

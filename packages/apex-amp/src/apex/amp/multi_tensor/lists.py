@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._sharding import local_tensors
+from .._shared.native.writes import call_counted
 from . import axpby, scale, scale_
 
 # Returns the int32 [1] tensor on a device that is set to 1 where an inf or NaN is found.
@@ -34,10 +35,10 @@ def scale_lists(
     outputs = local_tensors(outputs)
     if is_in_place:
         for (device, _), (tensors,) in _grouped([outputs], copies).items():
-            scale_(tensors, flag_of(device), factor)
+            call_counted(scale_, tensors, flag_of(device), factor)
     else:
         for (device, *_), (outs, xs) in _grouped([outputs, local_tensors(inputs)], copies).items():
-            scale(xs, outs, flag_of(device), factor)
+            call_counted(scale, xs, outs, flag_of(device), factor)
     _copy_back(copies)
 
 
@@ -59,7 +60,7 @@ def axpby_lists(
     copies: Copies = []
     lists = [local_tensors(tensors) for tensors in (outputs, xs, ys)]
     for (device, *_), (outs, xs_, ys_) in _grouped(lists, copies).items():
-        axpby(xs_, ys_, outs, flag_of(device), a, b, 0)
+        call_counted(axpby, xs_, ys_, outs, flag_of(device), a, b, 0)
     _copy_back(copies)
 
 

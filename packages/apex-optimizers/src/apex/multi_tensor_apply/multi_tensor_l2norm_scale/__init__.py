@@ -7,6 +7,7 @@ from torch import Tensor
 
 from apex.optimizers._gradients import describe
 from apex.optimizers._ops import library
+from apex.optimizers._shared.native.writes import call_counted
 
 __all__ = ["multi_tensor_l2norm_scale", "multi_tensor_scale_squares"]
 
@@ -56,7 +57,7 @@ def multi_tensor_l2norm_scale(
     if not inputs:
         raise RuntimeError("multi_tensor_l2norm_scale: inputs must hold at least one tensor.")
     _check_flag(flag, inputs[0])
-    squares = multi_tensor_scale_squares(inputs, outputs, scale)
+    squares = call_counted(multi_tensor_scale_squares, inputs, outputs, scale)
     dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
     total = squares.sum().reshape(1)
     flag.masked_fill_(~total.isfinite().reshape(flag.shape), 1)

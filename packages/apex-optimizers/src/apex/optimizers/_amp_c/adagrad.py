@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import call_counted
 from ..fused_adagrad.ops import adagrad_step
 from .lists import Lists, checked_lists
 
@@ -35,4 +36,4 @@ def multi_tensor_adagrad(
         )
     if params:
         numbers = (float(lr), float(eps), float(weight_decay))
-        adagrad_step(params, grads, sums, *numbers, mode == 1, False)
+        call_counted(adagrad_step, params, grads, sums, *numbers, mode == 1, False)

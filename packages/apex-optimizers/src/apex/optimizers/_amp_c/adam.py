@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import call_counted
 from ..fused_adam.ops import adam_step, adam_step_capturable
 from .lists import Lists, checked_lists
 
@@ -34,7 +35,8 @@ def multi_tensor_adam(
     grads, params, exp_avgs, exp_avg_sqs = checked_lists("multi_tensor_adam", tensor_lists, names)
     if not params:
         return
-    adam_step(
+    call_counted(
+        adam_step,
         params,
         grads,
         exp_avgs,
@@ -114,8 +116,17 @@ def _capturable(
     if params:
         found_inf = noop_flag.to(torch.float32)
         moments = (exp_avgs, exp_avg_sqs)
-        adam_step_capturable(
-            params, grads, *moments, masters, lr, step, inv_scale, found_inf, *numbers
+        call_counted(
+            adam_step_capturable,
+            params,
+            grads,
+            *moments,
+            masters,
+            lr,
+            step,
+            inv_scale,
+            found_inf,
+            *numbers,
         )
 
 

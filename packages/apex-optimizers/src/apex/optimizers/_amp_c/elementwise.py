@@ -8,6 +8,7 @@ from torch import Tensor
 from apex.multi_tensor_apply.multi_tensor_axpby import multi_tensor_axpby as _axpby
 from apex.multi_tensor_apply.multi_tensor_scale import multi_tensor_scale as _scale
 
+from .._shared.native.writes import call_counted
 from .lists import Lists, checked_lists
 
 KERNELS = ("multi_tensor_apply/multi_tensor_scale", "multi_tensor_apply/multi_tensor_axpby")
@@ -24,7 +25,7 @@ def multi_tensor_scale(
     """
     inputs, outputs = checked_lists("multi_tensor_scale", tensor_lists, ("in", "out"))
     if inputs:
-        _scale(inputs, outputs, noop_flag, float(scale))
+        call_counted(_scale, inputs, outputs, noop_flag, float(scale))
 
 
 @torch.no_grad()
@@ -43,4 +44,4 @@ def multi_tensor_axpby(
     """
     xs, ys, outputs = checked_lists("multi_tensor_axpby", tensor_lists, ("x", "y", "out"))
     if xs:
-        _axpby(xs, ys, outputs, noop_flag, float(a), float(b), arg_to_check)
+        call_counted(_axpby, xs, ys, outputs, noop_flag, float(a), float(b), arg_to_check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import call_counted
 from ..fused_lamb.ops import lamb_stage1, lamb_stage2, lamb_step
 from .lists import Lists, checked_lists
 
@@ -40,7 +41,8 @@ def multi_tensor_lamb(
     grads, params, exp_avgs, exp_avg_sqs = checked_lists("multi_tensor_lamb", tensor_lists, _NAMES)
     if not params:
         return
-    lamb_step(
+    call_counted(
+        lamb_step,
         params,
         grads,
         exp_avgs,
@@ -100,7 +102,8 @@ def multi_tensor_lamb_mp(
     if not params:
         return
     like = params[0]
-    lamb_step(
+    call_counted(
+        lamb_step,
         params,
         grads,
         exp_avgs,
@@ -151,7 +154,8 @@ def multi_tensor_lamb_stage1_cuda(
     if not lists[0]:
         return
     like = lists[1][0]
-    lamb_stage1(
+    call_counted(
+        lamb_stage1,
         *lists,
         _number_near(per_tensor_decay, like),
         beta1,
@@ -188,7 +192,9 @@ def multi_tensor_lamb_stage2_cuda(
         _number_near(norm, params[0], torch.float64)
         for norm in (per_tensor_param_norm, per_tensor_update_norm)
     )
-    lamb_stage2(params, updates, *norms, float(lr), float(weight_decay), bool(use_nvlamb))
+    call_counted(
+        lamb_stage2, params, updates, *norms, float(lr), float(weight_decay), bool(use_nvlamb)
+    )
 
 
 def _number_near(

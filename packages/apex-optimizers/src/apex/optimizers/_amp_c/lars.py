@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import call_counted
 from ..fused_lars.ops import lars_step
 from .lists import Lists, checked_lists
 
@@ -45,7 +46,8 @@ def multi_tensor_lars(
     if not params:
         return
     dtype = torch.float64 if params[0].dtype == torch.float64 else torch.float32
-    lars_step(
+    call_counted(
+        lars_step,
         params,
         grads,
         buffers if momentum != 0 else [],

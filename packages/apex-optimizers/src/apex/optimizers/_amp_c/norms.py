@@ -10,6 +10,7 @@ from apex.multi_tensor_apply.multi_tensor_l2norm_scale import (
     multi_tensor_l2norm_scale as _l2norm_scale,
 )
 
+from .._shared.native.writes import call_counted
 from .lists import Lists, checked_lists
 
 KERNELS = (
@@ -27,7 +28,9 @@ def multi_tensor_l2norm(
     See :func:`apex.multi_tensor_apply.multi_tensor_l2norm`.
     """
     (inputs,) = checked_lists("multi_tensor_l2norm", tensor_lists, ("x",))
-    return _l2norm(inputs, noop_flag, bool(per_tensor)) if inputs else _norm_of_nothing(noop_flag)
+    if not inputs:
+        return _norm_of_nothing(noop_flag)
+    return call_counted(_l2norm, inputs, noop_flag, bool(per_tensor))
 
 
 @torch.no_grad()
@@ -39,7 +42,9 @@ def multi_tensor_l2norm_mp(
     Apex leaves the results undefined there; reading the flag would cost a synchronisation.
     """
     (inputs,) = checked_lists("multi_tensor_l2norm_mp", tensor_lists, ("x",))
-    return _l2norm(inputs, noop_flag, bool(per_tensor)) if inputs else _norm_of_nothing(noop_flag)
+    if not inputs:
+        return _norm_of_nothing(noop_flag)
+    return call_counted(_l2norm, inputs, noop_flag, bool(per_tensor))
 
 
 @torch.no_grad()
@@ -77,7 +82,7 @@ def multi_tensor_unscale_l2norm(
     if not inputs:
         return _norm_of_nothing(noop_flag)
     factor = inv_scale.reshape(1).abs()
-    norm, norms = _l2norm(inputs, noop_flag, bool(per_tensor))
+    norm, norms = call_counted(_l2norm, inputs, noop_flag, bool(per_tensor))
     return norm * factor, norms * factor
 
 

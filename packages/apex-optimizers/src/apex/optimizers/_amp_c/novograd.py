@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import call_counted
 from ..fused_novograd.ops import novograd_step
 from .lists import Lists, checked_lists
 
@@ -43,7 +44,8 @@ def multi_tensor_novograd(
     if norm_type not in (0, 2):
         raise RuntimeError(f"{name}: norm_type must be 2, or 0 (maximum), got {norm_type}.")
     if params:
-        novograd_step(
+        call_counted(
+            novograd_step,
             params,
             grads,
             exp_avgs,

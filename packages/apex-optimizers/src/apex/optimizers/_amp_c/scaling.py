@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import call_counted
 from ..update_scale_hysteresis import update_scale_hysteresis as _update
 
 KERNELS = ("optimizers/update_scale_hysteresis",)
@@ -25,7 +26,8 @@ def update_scale_hysteresis(
 
     See :func:`apex.optimizers.update_scale_hysteresis.update_scale_hysteresis`.
     """
-    _update(
+    call_counted(
+        _update,
         current_scale,
         growth_tracker,
         hysteresis_tracker,

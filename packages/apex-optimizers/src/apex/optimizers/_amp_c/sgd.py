@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import call_counted
 from ..fused_sgd.ops import sgd_step
 from .lists import Lists, checked_lists
 
@@ -36,7 +37,8 @@ def multi_tensor_sgd(
     grads, params, buffers, *copies = checked_lists("multi_tensor_sgd", tensor_lists, names)
     if not params:
         return
-    sgd_step(
+    call_counted(
+        sgd_step,
         params,
         grads,
         buffers if momentum != 0 else [],

@@ -20,6 +20,7 @@ from .._checks import (
 from .._held import HeldOps
 from .._kernels import require_kernels
 from .._overflow_buffer import HasOverflowBuffer
+from .._shared.native.writes import below_autograd
 from .._state import load_between_hooks
 from .._state_order import StateOrder
 from .checks import check_state_dict
@@ -278,7 +279,8 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
             lr, device_lr = 0.0, lr
         scale = 1.0 / self.most_recent_scale
         sign = -1.0 if launch.group["maximize"] else 1.0
-        self.run_launch(launch.on_shards(), float(lr), device_lr, sign * scale)
+        with below_autograd():
+            self.run_launch(launch.on_shards(), float(lr), device_lr, sign * scale)
 
 
 def _models_of_masters(optimizer: MomentumOptimizer) -> dict[int, Tensor]:

@@ -13,6 +13,7 @@ from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
 from .._buckets import Bucket
 from .._sharding import is_sharded, local_tensors, placement_of, reduce_over_shards
+from .._shared.native.writes import call_counted
 
 
 class LambBucket(Bucket):
@@ -66,7 +67,7 @@ def _norm_of_buckets(buckets: list[Bucket]) -> Tensor:
 
 def _norm_of_list(grads: list[Tensor]) -> Tensor:
     """Norm [1] of gradients of one device, dtype and placement; of shards, that of the whole."""
-    norm, _ = multi_tensor_l2norm(local_tensors(grads))
+    norm, _ = call_counted(multi_tensor_l2norm, local_tensors(grads))
     if not is_sharded(grads[0]):
         return norm
     square = reduce_over_shards(norm.double().square_(), grads[0])
