@@ -5,6 +5,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
+#include "apex/torch/like.h"
 
 namespace apex::my_package {
 inline namespace APEX_BACKEND_NS {
@@ -12,9 +13,10 @@ namespace {
 
 // Rows are the last dimension of x, which Python has made contiguous.
 Tensor my_op(const Tensor& x) {
+  check_tensors("my_op", {{"x", x}});
   check(x.dim() > 0 && x.is_contiguous(), "my_op: x must be contiguous rows, got ", describe(x),
         ".");
-  Tensor y = torch::stable::new_empty(x, x.sizes());
+  Tensor y = empty_like(x, x.scalar_type());
   if (x.numel() == 0) return y;
   int64_t columns = x.size(-1);
   Context context(x);

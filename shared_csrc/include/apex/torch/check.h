@@ -1,6 +1,8 @@
 // Checks of op arguments: a failure raises RuntimeError in Python with the given text alone.
 #pragma once
 
+#include <initializer_list>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -51,6 +53,7 @@ struct Description {
 
   friend std::ostream& operator<<(std::ostream& text, const Description& description) {
     const Tensor& tensor = description.tensor;
+    if (!tensor.defined()) return text << "None";
     text << '[';
     auto sizes = tensor.sizes();
     for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
@@ -61,5 +64,64 @@ struct Description {
 };
 
 inline Description describe(const Tensor& tensor) { return {tensor}; }
+
+// Whether the storage reaches as far as sizes and strides do. It does not after
+// `untyped_storage().resize_(0)`, by which FSDP frees parameters, nor where a view outlives a
+// storage that was made smaller. `data_ptr()` tells neither: it adds an offset to whatever is
+// there.
+inline bool has_memory(const Tensor& tensor) {
+  int64_t bytes = 0, last = tensor.numel();
+  if (last == 0) return true;
+  void* data = nullptr;  // of a meta tensor, whose storage claims to have bytes
+  if (aoti_torch_get_data_ptr(tensor.get(), &data) != TORCH_SUCCESS || data == nullptr ||
+      aoti_torch_get_storage_size(tensor.get(), &bytes) != TORCH_SUCCESS) {
+    return false;
+  }
+  if (!tensor.is_contiguous()) {
+    auto sizes = tensor.sizes();
+    auto strides = tensor.strides();
+    last = 1;
+    for (size_t d = 0; d < sizes.size(); ++d) last += (sizes[d] - 1) * strides[d];
+  }
+  int64_t offset = 0;
+  aoti_torch_get_storage_offset(tensor.get(), &offset);
+  int32_t dtype = 0;
+  aoti_torch_get_dtype(tensor.get(), &dtype);
+  return (offset + last) * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)) <= bytes;
+}
+
+// `op` and `name` may each be of several parts: any type that can be written.
+template <class Op, class Name>
+[[noreturn]] void fail_without_memory(const Op& op, const Name& name, const Tensor& tensor) {
+  int64_t bytes = 0;
+  if (aoti_torch_get_storage_size(tensor.get(), &bytes) != TORCH_SUCCESS) {
+    fail(op, name, " must be a strided tensor with memory of its own, got ", describe(tensor),
+         " of another layout.");
+  }
+  fail(op, name, " is ", describe(tensor), ", but its data is not allocated yet: its storage has ",
+       bytes, " bytes, fewer than it needs. Give the storage its memory back first (FSDP and ",
+       "untyped_storage().resize_(0) free it).");
+}
+
+// A tensor argument, required or optional, and its name for messages.
+struct NamedTensor {
+  const char* name;
+  const Tensor* tensor;
+
+  NamedTensor(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
+  NamedTensor(const char* name, const std::optional<Tensor>& tensor)
+      : name(name), tensor(tensor ? &*tensor : nullptr) {}
+};
+
+// Raises for None in place of a tensor and for a tensor without memory; to be called first of all.
+inline void check_tensors(const char* op, std::initializer_list<NamedTensor> tensors) {
+  for (const NamedTensor& given : tensors) {
+    if (given.tensor == nullptr) continue;
+    check(given.tensor->defined(), op, ": ", given.name, " must be a tensor, got None.");
+    if (!has_memory(*given.tensor)) {
+      fail_without_memory(std::string(op) + ": ", given.name, *given.tensor);
+    }
+  }
+}
 
 }  // namespace apex

@@ -1,13 +1,14 @@
 // Where an op runs: threads on the CPU; device, stream and workspace on a GPU.
 #pragma once
 
+#include <new>
 #include <vector>
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "apex/core/config.h"
-#include "apex/torch/check.h"
+#include "apex/torch/like.h"
 
 #if defined(APEX_GPU) && !defined(APEX_EMU)
 // Declared by shim.h only under USE_CUDA, which would pull in CUDA headers that HIP lacks.
@@ -34,7 +35,11 @@ class Context {
 
   // Scratch memory; freed with the context.
   void* workspace(size_t bytes) const {
-    workspaces_.emplace_back((bytes + sizeof(double) - 1) / sizeof(double));
+    try {
+      workspaces_.emplace_back((bytes + sizeof(double) - 1) / sizeof(double));
+    } catch (const std::bad_alloc&) {
+      fail_to_allocate(static_cast<int64_t>(bytes), true);
+    }
     return workspaces_.back().data();
   }
 
@@ -55,8 +60,7 @@ class Context {
   gpu_stream stream() const { return stream_; }
 
   void* workspace(size_t bytes) const {
-    workspaces_.push_back(
-        torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
+    workspaces_.push_back(empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
     void* data = workspaces_.back().data_ptr();
     emulation::name_operand(data, "workspace");
     return data;
@@ -86,8 +90,7 @@ class Context {
   // Scratch memory on the device, from torch's caching allocator; freed with the context, which is
   // safe because the allocator reuses memory in stream order.
   void* workspace(size_t bytes) const {
-    workspaces_.push_back(
-        torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
+    workspaces_.push_back(empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
     return workspaces_.back().data_ptr();
   }
 

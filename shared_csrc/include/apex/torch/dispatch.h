@@ -57,13 +57,17 @@ template <class S>
 S* data(const Tensor& tensor, const char* name) {
   check(tensor.scalar_type() == scalar_type_of<S>(), name, " must be ",
         dtype_name(scalar_type_of<S>()), ", got ", dtype_name(tensor.scalar_type()), ".");
-  return static_cast<S*>(named(tensor.data_ptr(), name));
+  // Offsets are left to check_tensors(): most of these tensors are the op's own results.
+  void* memory = tensor.data_ptr();
+  if (memory == nullptr && tensor.numel() != 0) fail_without_memory("", name, tensor);
+  return static_cast<S*>(named(memory, name));
 }
 
 // Memory of a tensor that holds one number of type S on the device of `like`: a flag, a learning
 // rate.
 template <class S>
 S* number_near(const char* op, const char* name, const Tensor& number, const Tensor& like) {
+  check_tensors(op, {{name, number}});
   bool is_near =
       number.is_cpu() == like.is_cpu() && number.get_device_index() == like.get_device_index();
   if (number.numel() != 1 || number.scalar_type() != scalar_type_of<S>() || !is_near) {

@@ -8,6 +8,19 @@
 
 namespace apex {
 
+// The stable ABI drops the text of a call that fails (until torch 2.13), so it is written anew, in
+// the words by which scripts tell lack of memory from other errors. It stays a RuntimeError: the
+// ABI has no way to raise torch.OutOfMemoryError.
+[[noreturn]] inline void fail_to_allocate(int64_t bytes, bool on_cpu) {
+  if (on_cpu) {
+    fail("DefaultCPUAllocator: can't allocate memory: you tried to allocate ", bytes,
+         " bytes for a kernel's result or workspace (out of memory).");
+  }
+  fail("CUDA out of memory. Tried to allocate ", bytes,
+       " bytes for a kernel's result or workspace. (If memory is free, an earlier kernel failed; "
+       "CUDA_LAUNCH_BLOCKING=1 shows which.)");
+}
+
 // A fresh contiguous tensor on the device of `like`. torch::stable::new_empty() finds its operator
 // by name at every call, which takes longer than normalizing a few rows.
 inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
@@ -20,15 +33,28 @@ inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, Scala
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                  strides.data(), static_cast<int32_t>(dtype),
-                                                  device_type, like.get_device_index(), &handle));
+  auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                         strides.data(), static_cast<int32_t>(dtype), device_type,
+                                         like.get_device_index(), &handle);
+  if (status != TORCH_SUCCESS) {
+    auto itemsize =
+        static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(dtype)));
+    fail_to_allocate(stride * itemsize, like.is_cpu());
+  }
   return Tensor(handle);
 }
 
 inline Tensor empty_like(const Tensor& like, ScalarType dtype) {
   auto sizes = like.sizes();
   return empty(like, {sizes.begin(), sizes.end()}, dtype);
+}
+
+// The tensor itself, or a contiguous copy.
+inline Tensor as_contiguous(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  Tensor copy = empty_like(tensor, tensor.scalar_type());
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), 0));
+  return copy;
 }
 
 // Raises unless `tensor` has so many elements of this dtype, contiguous, on the device of `x`.

@@ -16,8 +16,8 @@ namespace apex {
 // What walking a tensor's memory needs to know of it.
 struct TensorFacts {
   void* data;
-  int64_t numel;
-  int32_t dtype, device_type, device_index;
+  int64_t numel, offset, storage_bytes;
+  int32_t dtype, device_index;
   bool contiguous;
 };
 
@@ -52,11 +52,14 @@ class TensorList {
     return Tensor(handle);
   }
 
-  TensorFacts facts(size_t index) const {
+  // `op` and `name`, of this list, are for the message if it is None or not dense memory.
+  TensorFacts facts(const char* op, const char* name, size_t index) const {
     TensorFacts facts{};
-    if (read_facts(index, 1, &facts) == 0) {
-      fail("tensor ", index, " of a list is not dense memory.");
-    }
+    bool is_defined = false;
+    aoti_torch_is_defined(handles_[index], &is_defined);
+    check(is_defined, op, ": ", name, '[', index, "] must be a tensor, got None.");
+    check(read_facts(index, 1, &facts) == 1, op, ": ", name, '[', index,
+          "] must be a strided tensor with memory of its own, got one of another layout.");
     return facts;
   }
 
@@ -72,10 +75,11 @@ class TensorList {
       }
     };
     read(aoti_torch_get_dtype, &TensorFacts::dtype);
-    read(aoti_torch_get_device_type, &TensorFacts::device_type);
     read(aoti_torch_get_device_index, &TensorFacts::device_index);
     read(aoti_torch_get_numel, &TensorFacts::numel);
+    read(aoti_torch_get_storage_offset, &TensorFacts::offset);
     read(aoti_torch_is_contiguous, &TensorFacts::contiguous);
+    read(aoti_torch_get_storage_size, &TensorFacts::storage_bytes);
     read(aoti_torch_get_data_ptr, &TensorFacts::data);
     return complete;
   }

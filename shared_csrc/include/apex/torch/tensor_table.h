@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "apex/core/table.h"
+#include "apex/torch/overlap.h"
 #include "apex/torch/tensor_list.h"
 
 namespace apex {
@@ -16,6 +17,7 @@ inline namespace APEX_BACKEND_NS {
 struct NamedList {
   const char* name;
   const TensorList& tensors;
+  Use use = Use::kNotCompared;
 };
 
 // True when the elements fill memory without gaps or overlaps, in whatever order of dimensions.
@@ -57,7 +59,7 @@ inline void check_pair(const char* op, const NamedList& first, const NamedList& 
                        int32_t dtype, int32_t device) {
   Tensor a = first.tensors[i], b = list.tensors[i];
   const char* problem = nullptr;
-  if (list.tensors.facts(i).dtype != dtype) {
+  if (list.tensors.facts(op, list.name, i).dtype != dtype) {
     fail(op, ": all tensors of one list must have one dtype. ", list.name, "[0] is ",
          describe(list.tensors[0]), ", ", list.name, '[', i, "] is ", describe(b), ".");
   } else if (b.get_device_index() != device || b.is_cpu() != a.is_cpu()) {
@@ -68,7 +70,12 @@ inline void check_pair(const char* op, const NamedList& first, const NamedList& 
              !(is_dense(a) && is_dense(b) && same_layout(a, b))) {
     problem = "a tensor was not contiguous in the memory format of its peers";
   }
-  if (problem == nullptr) return;
+  if (problem == nullptr) {
+    std::string index = '[' + std::to_string(i) + ']';
+    if (!has_memory(a)) fail_without_memory(std::string(op) + ": ", first.name + index, a);
+    if (!has_memory(b)) fail_without_memory(std::string(op) + ": ", list.name + index, b);
+    return;
+  }
   fail(op, ": ", problem, ". ", first.name, '[', i, "] is ", describe(a), ", ", list.name, '[', i,
        "] is ", describe(b), ".");
 }
@@ -103,8 +110,11 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
   size_t count = first.tensors.size(), columns = lists.size();
   if (count == 0) return table;
   std::vector<TensorFacts> references;  // of each list's first tensor
+  std::vector<int64_t> itemsizes;       // likewise
   for (const NamedList& list : lists) {
-    references.push_back(list.tensors.facts(0));
+    references.push_back(list.tensors.facts(op, list.name, 0));
+    itemsizes.push_back(
+        static_cast<int64_t>(aoti_torch_dtype_element_size(references.back().dtype)));
     table.storage.push_back(storage_of(list.tensors[0].scalar_type()));
   }
 
@@ -124,10 +134,14 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
           size_t row = i + k;
           if (c == 0) table.numel[row] = facts.numel;
           table.data[row * columns + c] = facts.data;
+          // A meta tensor has the index of the CPU, but no data; to ask for each tensor's type of
+          // device would take as long as to ask for its storage.
           plain[row] &= k < complete && facts.dtype == references[c].dtype &&
                         facts.numel == table.numel[row] && facts.contiguous &&
-                        facts.device_type == references[0].device_type &&
-                        facts.device_index == references[0].device_index;
+                        facts.device_index == references[0].device_index &&
+                        (facts.numel == 0 ||
+                         (facts.data != nullptr &&
+                          (facts.offset + facts.numel) * itemsizes[c] <= facts.storage_bytes));
         }
       }
     }
@@ -143,7 +157,7 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
   for (size_t i = 0; i < count; ++i) {
     for (size_t c = 0; c < columns && !plain[i]; ++c) {
       const NamedList& list = lists.begin()[c];
-      list.tensors.facts(i);  // raises if it has none
+      list.tensors.facts(op, list.name, i);  // raises if it has none
       check_pair(op, first, list, i, references[c].dtype, references[0].device_index);
     }
     if (table.numel[i] == 0 && empty == Empty::kLeaveOut) continue;
@@ -159,6 +173,7 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
   }
   table.data.resize(kept * columns);
   table.numel.resize(kept);
+  check_overlaps(op, table, lists, itemsizes);
   return table;
 }
 

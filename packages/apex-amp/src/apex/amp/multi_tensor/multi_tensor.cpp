@@ -30,7 +30,8 @@ void dispatch_pair(const char* op, const Tensor& source, const Tensor& destinati
 void scale(const TensorList& inputs, const TensorList& outputs, const Tensor& found_inf,
            double factor) {
   const char* op = "apex_amp::scale";
-  TensorTable table = make_table(op, {{"inputs", inputs}, {"outputs", outputs}});
+  TensorTable table =
+      make_table(op, {{"inputs", inputs, Use::kRead}, {"outputs", outputs, Use::kWritten}});
   if (inputs.empty()) return;
   int* flag = number_near<int>(op, "found_inf", found_inf, inputs[0]);
   Context context(inputs[0]);
@@ -42,7 +43,7 @@ void scale(const TensorList& inputs, const TensorList& outputs, const Tensor& fo
 
 void scale_(const TensorList& tensors, const Tensor& found_inf, double factor) {
   const char* op = "apex_amp::scale_";
-  TensorTable table = make_table(op, {{"tensors", tensors}});
+  TensorTable table = make_table(op, {{"tensors", tensors, Use::kWritten}});
   if (tensors.empty()) return;
   int* flag = number_near<int>(op, "found_inf", found_inf, tensors[0]);
   Context context(tensors[0]);
@@ -55,7 +56,8 @@ void scale_(const TensorList& tensors, const Tensor& found_inf, double factor) {
 void axpby(const TensorList& xs, const TensorList& ys, const TensorList& outputs,
            const Tensor& found_inf, double a, double b, int64_t arg_to_check) {
   const char* op = "apex_amp::axpby";
-  TensorTable table = make_table(op, {{"xs", xs}, {"ys", ys}, {"outputs", outputs}});
+  TensorTable table = make_table(
+      op, {{"xs", xs, Use::kRead}, {"ys", ys, Use::kRead}, {"outputs", outputs, Use::kWritten}});
   check(arg_to_check >= -1 && arg_to_check <= 1, op,
         ": arg_to_check must be 0 (xs), 1 (ys) or -1 (both), got ", arg_to_check, ".");
   if (xs.empty()) return;

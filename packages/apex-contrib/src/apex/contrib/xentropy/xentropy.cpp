@@ -9,6 +9,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
+#include "apex/torch/like.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -27,6 +28,7 @@ struct Operands {
 
 void check_vector(const char* op, const char* name, const Tensor& tensor, int64_t rows,
                   const Tensor& logits) {
+  check_tensors(op, {{name, tensor}});
   check(tensor.dim() == 1 && tensor.size(0) == rows && tensor.is_cpu() == logits.is_cpu() &&
             tensor.get_device_index() == logits.get_device_index(),
         op, ": ", name, " must have shape [", rows, "] and be on the device of logits; got ",
@@ -46,8 +48,11 @@ void check_labels(const char* op, const Labels& labels, int64_t rows) {
 void check_labels(const char*, const Labels&, int64_t) {}  // would wait for the GPU
 #endif
 
-Operands operands(const char* op, const Tensor& logits, const Tensor& labels,
+Operands operands(const char* op, const Tensor& logits, const Tensor& labels, double smoothing,
                   std::optional<int64_t> padding_idx) {
+  check_tensors(op, {{"logits", logits}, {"labels", labels}});
+  check(smoothing >= 0 && smoothing <= 1, op, ": smoothing must be in [0, 1], got ", smoothing,
+        ".");
   check(logits.dim() == 2, op, ": logits must have shape [N, C], got ", describe(logits), ".");
   int64_t rows = logits.size(0), columns = logits.size(1);
   check(columns > 0, op, ": logits has no classes: ", describe(logits), ".");
@@ -55,12 +60,8 @@ Operands operands(const char* op, const Tensor& logits, const Tensor& labels,
         describe(labels), ".");
   check_vector(op, "labels", labels, rows, logits);
   bool is_adjacent = columns == 1 || logits.stride(1) == 1;
-  Operands o{is_adjacent ? logits : torch::stable::contiguous(logits),
-             torch::stable::contiguous(labels),
-             {},
-             rows,
-             columns,
-             0};
+  Operands o{
+      is_adjacent ? logits : as_contiguous(logits), as_contiguous(labels), {}, rows, columns, 0};
   o.stride = o.logits.stride(0);
   o.view = {static_cast<const int64_t*>(o.labels.data_ptr()), columns, padding_idx.value_or(0),
             padding_idx.has_value()};
@@ -89,11 +90,11 @@ ScalarType statistics_dtype(const Tensor& logits) {
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& labels,
                                            double smoothing, std::optional<int64_t> padding_idx,
                                            bool half_to_float) {
-  Operands o = operands(kForward, logits, labels, padding_idx);
+  Operands o = operands(kForward, logits, labels, smoothing, padding_idx);
   ScalarType dtype = half_to_float ? ScalarType::Float : logits.scalar_type();
-  Tensor losses = torch::stable::new_empty(logits, {o.rows}, dtype);
-  Tensor maxima = torch::stable::new_empty(logits, {o.rows}, statistics_dtype(logits));
-  Tensor sums_exp = torch::stable::new_empty(logits, {o.rows}, statistics_dtype(logits));
+  Tensor losses = empty(logits, {o.rows}, dtype);
+  Tensor maxima = empty(logits, {o.rows}, statistics_dtype(logits));
+  Tensor sums_exp = empty(logits, {o.rows}, statistics_dtype(logits));
   Context context(logits);
   dispatch_pair(kForward, logits.scalar_type(), dtype, [&]<class S, class L>() {
     using T = compute_t<S>;
@@ -112,13 +113,13 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& l
 Tensor backward(const Tensor& grad_losses, const Tensor& logits, const Tensor& maxima,
                 const Tensor& sums_exp, const Tensor& labels, double smoothing,
                 std::optional<int64_t> padding_idx) {
-  Operands o = operands(kBackward, logits, labels, padding_idx);
+  Operands o = operands(kBackward, logits, labels, smoothing, padding_idx);
   check_vector(kBackward, "grad_losses", grad_losses, o.rows, logits);
   check_vector(kBackward, "maxima", maxima, o.rows, logits);
   check_vector(kBackward, "sums_exp", sums_exp, o.rows, logits);
-  Tensor grads = torch::stable::contiguous(grad_losses);  // often one number, expanded
-  Tensor max = torch::stable::contiguous(maxima), sum_exp = torch::stable::contiguous(sums_exp);
-  Tensor grad_logits = torch::stable::new_empty(logits, {o.rows, o.columns}, logits.scalar_type());
+  Tensor grads = as_contiguous(grad_losses);  // often one number, expanded
+  Tensor max = as_contiguous(maxima), sum_exp = as_contiguous(sums_exp);
+  Tensor grad_logits = empty_like(logits, logits.scalar_type());
   Context context(logits);
   dispatch_pair(kBackward, logits.scalar_type(), grads.scalar_type(), [&]<class S, class L>() {
     using T = compute_t<S>;

@@ -15,6 +15,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& 
                                                                   const OptionalTensor& bias,
                                                                   int64_t columns, double eps) {
   Operands o("add_layer_norm_forward", x, residual, weight, columns);
+  check_tensors(o.op, {{"bias", bias}});
   if (bias) check_like(o.op, "bias", *bias, columns, weight.scalar_type(), x);
   Tensor y = empty_like(x, x.scalar_type()), sum = empty_like(x, residual.scalar_type());
   Tensor mean = o.statistics(), rstd = o.statistics();

@@ -48,6 +48,7 @@ struct Operands {
   Operands(const char* op, const Tensor& x, const Tensor& sum, const Tensor& weight,
            int64_t columns)
       : op(op), x(x), sum(sum), weight(weight), columns(columns) {
+    check_tensors(op, {{"x", x}, {"residual or sum", sum}, {"weight", weight}});
     check(columns > 0, op, ": columns must be positive, got ", columns, ".");
     check(x.numel() % columns == 0, op, ": x has ", x.numel(),
           " elements, which is no multiple of columns = ", columns, ".");
@@ -57,6 +58,7 @@ struct Operands {
     check_like(op, "weight", weight, columns, weight.scalar_type(), x);
   }
   void check_statistics(const char* name, const Tensor& tensor) const {
+    check_tensors(op, {{name, tensor}});
     check_like(op, name, tensor, rows, statistics_dtype(x.scalar_type()), x);
   }
   template <class W, class T>
@@ -83,6 +85,7 @@ struct GradTensors {
         dresidual(empty_like(o.x, o.sum.scalar_type())),
         dx(empty(o.x, {o.x.scalar_type() == o.sum.scalar_type() ? 0 : o.x.numel()},
                  o.x.scalar_type())) {
+    check_tensors(o.op, {{"dsum", dsum}});
     if (dsum) check_like(o.op, "dsum", *dsum, o.x.numel(), o.sum.scalar_type(), o.x);
   }
   template <class X, class S, bool kHasSumGrad>

@@ -86,6 +86,7 @@ struct Operands {
 
 Operands forward_operands(const char* op, const Tensor& x, const OptionalTensor& weight,
                           const OptionalTensor& bias, int64_t columns) {
+  check_tensors(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
   ScalarType dtype = x.scalar_type();
   Operands operands{op,      x,     rows_of(op, "x", x, columns),
                     columns, dtype, weight ? weight->scalar_type() : dtype};
@@ -97,6 +98,8 @@ Operands backward_operands(const char* op, const Tensor& dy, const Tensor& saved
                            const OptionalTensor& weight, const OptionalTensor& bias,
                            const Tensor& rstd, int64_t columns, ScalarType dx_dtype,
                            bool from_output, bool weight_grads) {
+  check_tensors(op,
+                {{"dy", dy}, {"saved", saved}, {"weight", weight}, {"bias", bias}, {"rstd", rstd}});
   Operands operands{op,      saved,    rows_of(op, "saved", saved, columns),
                     columns, dx_dtype, dy.scalar_type()};
   ScalarType saved_dtype = from_output ? operands.weight_dtype : dx_dtype;
@@ -150,6 +153,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
   Operands o = backward_operands(op, dy, saved, weight, bias, rstd, columns, dx_dtype, from_output,
                                  weight_grads);
   check(mean || from_output, op, ": mean is needed unless from_output.");
+  check_tensors(op, {{"mean", mean}});
   if (mean) o.check_statistics("mean", *mean);
   Tensor dx = empty_like(saved, dx_dtype);
   int64_t summed = weight_grads ? columns : 0;

@@ -36,7 +36,8 @@ void multi_tensor_axpby(const TensorList& xs, const TensorList& ys, const Tensor
                         const Tensor& flag, double a, double b, int64_t arg_to_check) {
   check(arg_to_check >= -1 && arg_to_check <= 1, kOp,
         ": arg_to_check must be 0 (xs), 1 (ys) or -1 (both), got ", arg_to_check, ".");
-  TensorTable table = make_table(kOp, {{"xs", xs}, {"ys", ys}, {"outputs", outputs}});
+  TensorTable table = make_table(
+      kOp, {{"xs", xs, Use::kRead}, {"ys", ys, Use::kRead}, {"outputs", outputs, Use::kWritten}});
   if (xs.empty()) return;
   int* flag_data = number_near<int>(kOp, "flag", flag, xs[0]);
   Context context(xs[0]);

@@ -14,15 +14,15 @@ std::tuple<Tensor, Tensor> multi_tensor_l2norm(const TensorList& inputs,
                                                const std::optional<Tensor>& flag, bool per_tensor) {
   const char* op = "multi_tensor_l2norm";
   check(!inputs.empty(), op, ": inputs must hold at least one tensor, got none.");
-  const Tensor& like = inputs[0];
   TensorTable table = make_table(op, {{"inputs", inputs}}, Empty::kKeep);
+  const Tensor& like = inputs[0];
   int* flag_data = flag ? number_near<int>(op, "flag", *flag, like) : nullptr;
   ScalarType dtype = like.scalar_type();
   auto result = dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   int64_t numbers = per_tensor ? static_cast<int64_t>(inputs.size()) : 0;
   Context context(like);
-  Tensor norm = torch::stable::new_empty(like, {1}, result);
-  Tensor norms = torch::stable::new_empty(like, {numbers}, result);
+  Tensor norm = empty(like, {1}, result);
+  Tensor norms = empty(like, {numbers}, result);
   dispatch_floating(op, dtype, [&]<class S>() {
     using T = compute_t<S>;
     foreach_reduce<S>(context, table, L2Norm<T>{flag_data},

@@ -14,10 +14,10 @@ Tensor multi_tensor_scale_squares(const TensorList& inputs, const TensorList& ou
                                   double scale) {
   const char* op = "multi_tensor_scale_squares";
   check(!inputs.empty(), op, ": inputs must hold at least one tensor, got none.");
-  TensorTable table = make_table(op, {{"inputs", inputs}, {"outputs", outputs}}, Empty::kKeep);
+  TensorTable table = make_table(
+      op, {{"inputs", inputs, Use::kRead}, {"outputs", outputs, Use::kWritten}}, Empty::kKeep);
   Context context(inputs[0]);
-  Tensor squares = torch::stable::new_empty(inputs[0], {static_cast<int64_t>(inputs.size())},
-                                            ScalarType::Double);
+  Tensor squares = empty(inputs[0], {static_cast<int64_t>(inputs.size())}, ScalarType::Double);
   dispatch_floating(op, inputs[0].scalar_type(), [&]<class S>() {
     dispatch_floating(op, outputs[0].scalar_type(), [&]<class O>() {
       using T = std::conditional_t<std::is_same_v<O, double>, double, compute_t<S>>;

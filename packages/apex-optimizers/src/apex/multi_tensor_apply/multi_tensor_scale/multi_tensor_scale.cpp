@@ -13,7 +13,8 @@ namespace {
 void multi_tensor_scale(const TensorList& inputs, const TensorList& outputs, const Tensor& flag,
                         double scale) {
   const char* op = "multi_tensor_scale";
-  TensorTable table = make_table(op, {{"inputs", inputs}, {"outputs", outputs}});
+  TensorTable table =
+      make_table(op, {{"inputs", inputs, Use::kRead}, {"outputs", outputs, Use::kWritten}});
   if (inputs.empty()) return;
   int* flag_data = number_near<int>(op, "flag", flag, inputs[0]);
   Context context(inputs[0]);

@@ -18,9 +18,9 @@ constexpr const char* kOp = "adagrad_step";
 
 void adagrad_step(const TensorList& params, const TensorList& grads, const TensorList& sums,
                   double lr, double eps, double weight_decay, bool decoupled, bool maximize) {
-  if (params.empty()) return;
   check_not_negative(kOp, "eps", eps);
   TensorTable table = make_table(kOp, {{"params", params}, {"grads", grads}, {"sums", sums}});
+  if (params.empty()) return;
   ScalarType dtype = params[0].scalar_type(), sum_dtype = sums[0].scalar_type();
   check(grads[0].scalar_type() == dtype, kOp, ": params are ", dtype_name(dtype),
         ", but grads are ", dtype_name(grads[0].scalar_type()),

@@ -50,11 +50,11 @@ void adam_step(const TensorList& params, const TensorList& grads, const TensorLi
                const TensorList& exp_avg_sqs, const TensorList& masters, double lr, double beta1,
                double beta2, double eps, double weight_decay, int64_t step, bool bias_correction,
                bool decoupled, bool maximize) {
-  if (params.empty()) return;
   check_step("adam_step", step);
   check_betas("adam_step", beta1, beta2);
   check_not_negative("adam_step", "eps", eps);
   TensorTable table = adam_table("adam_step", params, grads, exp_avgs, exp_avg_sqs, masters);
+  if (params.empty()) return;
   AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
   Context context(params[0]);
   dispatch_adam("adam_step", params, grads, exp_avgs, exp_avg_sqs, decoupled,
@@ -92,11 +92,11 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
                           const std::optional<Tensor>& found_inf, double beta1, double beta2,
                           double eps, double weight_decay, bool bias_correction, bool decoupled,
                           bool maximize) {
-  if (params.empty()) return;
   const char* op = "adam_step_capturable";
   check_betas(op, beta1, beta2);
   check_not_negative(op, "eps", eps);
   TensorTable table = adam_table(op, params, grads, exp_avgs, exp_avg_sqs, masters);
+  if (params.empty()) return;
   AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
   auto device_lr = scalar<float>(number_near<float>(op, "lr", lr, params[0]));
   const int* device_step = number_near<int>(op, "step", step, params[0]);

@@ -23,6 +23,7 @@ void check_storage(const char* op, const char* name, const TensorList& list) {
 const float* scales_data(const char* op, const char* name, const std::optional<Tensor>& scales,
                          const TensorList& lists) {
   if (!scales) return nullptr;
+  check_tensors(op, {{name, *scales}});
   const Tensor like = lists[0];
   check(scales->numel() == 2 * static_cast<int64_t>(lists.size()) && scales->is_contiguous() &&
             scales->is_cpu() == like.is_cpu() &&
@@ -65,8 +66,7 @@ Tensor adam_compact_peaks(const TensorList& params, const TensorList& grads,
                     {}};
   WithScales<MomentPeaks> functor{peaks, scales_data(op, "scales", scales, grads), nullptr};
   Context context(grads[0]);
-  Tensor result = torch::stable::new_empty(grads[0], {static_cast<int64_t>(grads.size()), 2},
-                                           ScalarType::Double);
+  Tensor result = empty(grads[0], {static_cast<int64_t>(grads.size()), 2}, ScalarType::Double);
   double* numbers = data<double>(result, "result");
   using Read = In<AnyFloat>;
   if (!reads_params) {
@@ -86,7 +86,6 @@ void adam_step_compact(const TensorList& params, const TensorList& grads,
                        double beta2, double eps, double weight_decay, int64_t step,
                        bool bias_correction, bool decoupled, double gradient_scale) {
   const char* op = "adam_step_compact";
-  if (params.empty()) return;
   check_step(op, step);
   check_betas(op, beta1, beta2);
   check_not_negative(op, "eps", eps);
@@ -94,6 +93,7 @@ void adam_step_compact(const TensorList& params, const TensorList& grads,
       v{"exp_avg_sqs", exp_avg_sqs}, w{"masters", masters};
   TensorTable table = masters.empty() ? make_table(op, {p, g, m, v}, Empty::kKeep)
                                       : make_table(op, {p, g, m, v, w}, Empty::kKeep);
+  if (params.empty()) return;
   for (const NamedList& list : {g, m, v}) check_storage(op, list.name, list.tensors);
   AdamHyper hyper{beta1, beta2, eps, decoupled ? weight_decay : 0, bias_correction};
   CompactStep plain{make_adam_step<float, Decay::kDecoupled>(hyper, lr, step),

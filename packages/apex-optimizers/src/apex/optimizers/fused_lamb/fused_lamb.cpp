@@ -31,6 +31,7 @@ TensorTable columns_of(const TensorTable& table, std::initializer_list<int> colu
 void set_grad_norm(const char* op, LambHyper& hyper, const OptionalTensor& norm,
                    const Tensor& like) {
   if (!norm) return;
+  check_tensors(op, {{"global_grad_norm", *norm}});
   if (norm->scalar_type() == ScalarType::Double) {
     hyper.global_grad_norm_wide = number_near<double>(op, "global_grad_norm", *norm, like);
   } else {
@@ -125,6 +126,7 @@ Passes chosen_passes(const char* op, const OptionalTensor& squares, int64_t only
     check(only_pass == 0, op, ": only_pass ", only_pass, " needs squares.");
     return {true, true, nullptr};
   }
+  check_tensors(op, {{"squares", *squares}});
   check(only_pass == 1 || only_pass == 2, op, ": with squares only_pass must be 1 or 2, got ",
         only_pass, ".");
   const Tensor& like = params[0];
@@ -144,17 +146,17 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
                bool maximize, const OptionalTensor& global_grad_norm, double max_grad_norm,
                const OptionalTensor& device_max_grad_norm, const OptionalTensor& inv_scale,
                const OptionalTensor& found_inf, const OptionalTensor& squares, int64_t only_pass) {
-  if (params.empty()) return;
   const char* op = "lamb_step";
   if (!device_step) check_step(op, step);
   check_betas(op, beta1, beta2);
   check_not_negative(op, "eps", eps);
-  Passes passes = chosen_passes(op, squares, only_pass, params);
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
       v{"exp_avg_sqs", exp_avg_sqs}, c{"copies", copies};
   // Tensors without elements keep their rows: squares belong to indices of the lists.
   TensorTable table = copies.empty() ? make_table(op, {p, g, m, v}, Empty::kKeep)
                                      : make_table(op, {p, g, m, v, c}, Empty::kKeep);
+  if (params.empty()) return;
+  Passes passes = chosen_passes(op, squares, only_pass, params);
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
   LambHyper hyper{beta1, beta2, eps, weight_decay, grad_averaging, decoupled, use_nvlamb, maximize};
@@ -183,6 +185,7 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
 template <class S>
 const S* numbers_near(const char* op, const char* name, const Tensor& numbers, size_t count,
                       const Tensor& like) {
+  check_tensors(op, {{name, numbers}});
   bool is_near =
       numbers.is_cpu() == like.is_cpu() && numbers.get_device_index() == like.get_device_index();
   check(is_near && numbers.is_contiguous() && static_cast<size_t>(numbers.numel()) == count, op,
@@ -196,19 +199,19 @@ void lamb_stage1(const TensorList& grads, const TensorList& params, const Tensor
                  const TensorList& exp_avg_sqs, const TensorList& updates,
                  const Tensor& per_tensor_decay, double beta1, double beta2, double eps,
                  int64_t step, const Tensor& global_grad_norm, double max_grad_norm) {
-  if (params.empty()) return;
   const char* op = "lamb_stage1";
   check_step(op, step);
   check_betas(op, beta1, beta2);
   check_not_negative(op, "eps", eps);
   // Rows of tensors without elements stay: row i has decay i.
   TensorTable table = make_table(op,
-                                 {{"grads", grads},
-                                  {"params", params},
-                                  {"exp_avgs", exp_avgs},
-                                  {"exp_avg_sqs", exp_avg_sqs},
-                                  {"updates", updates}},
+                                 {{"grads", grads, Use::kRead},
+                                  {"params", params, Use::kRead},
+                                  {"exp_avgs", exp_avgs, Use::kWritten},
+                                  {"exp_avg_sqs", exp_avg_sqs, Use::kWritten},
+                                  {"updates", updates, Use::kWritten}},
                                  Empty::kKeep);
+  if (params.empty()) return;
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
   check_grads(op, like.scalar_type(), grads[0].scalar_type());
@@ -233,9 +236,10 @@ void lamb_stage1(const TensorList& grads, const TensorList& params, const Tensor
 
 void lamb_stage2(const TensorList& params, const TensorList& updates, const Tensor& param_norms,
                  const Tensor& update_norms, double lr, double weight_decay, bool use_nvlamb) {
-  if (params.empty()) return;
   const char* op = "lamb_stage2";
-  TensorTable table = make_table(op, {{"params", params}, {"updates", updates}}, Empty::kKeep);
+  TensorTable table = make_table(
+      op, {{"params", params, Use::kWritten}, {"updates", updates, Use::kRead}}, Empty::kKeep);
+  if (params.empty()) return;
   const Tensor& like = params[0];
   ScalarType update = updates[0].scalar_type();
   auto* of_params = numbers_near<double>(op, "param_norms", param_norms, params.size(), like);

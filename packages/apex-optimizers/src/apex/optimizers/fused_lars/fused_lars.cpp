@@ -54,6 +54,7 @@ template <class T>
 const T* norms_near(const char* name, const std::optional<Tensor>& norms,
                     const TensorList& params) {
   if (!norms) return nullptr;
+  check_tensors(kOp, {{name, *norms}});
   const Tensor& like = params[0];
   bool is_near =
       norms->is_cpu() == like.is_cpu() && norms->get_device_index() == like.get_device_index();
@@ -71,15 +72,15 @@ void lars_step(const TensorList& params, const TensorList& grads, const TensorLi
                const std::optional<Tensor>& device_lr, double trust_coefficient, double eps,
                double momentum, double weight_decay, bool nesterov, bool first_run,
                double gradient_scale, const std::optional<Tensor>& noop_flag) {
-  if (params.empty()) return;
   check_not_negative(kOp, "momentum", momentum);
   check_not_negative(kOp, "eps", eps);
-  check(buffers.empty() == (momentum == 0), kOp,
+  check(params.empty() || buffers.empty() == (momentum == 0), kOp,
         ": momentum_buffers must be given if momentum is not 0, and only then; got ",
         buffers.size(), " with momentum ", momentum, ".");
   check(grad_norms.has_value() == param_norms.has_value(), kOp,
         ": grad_norms and param_norms must be given both, or neither.");
   TensorTable table = lars_table(params, grads, buffers, copies);
+  if (params.empty()) return;
   ScalarType dtype = params[0].scalar_type();
   ScalarType moment = buffers.empty() ? dtype : buffers[0].scalar_type();
   check(moment == dtype || moment == ScalarType::Float, kOp,

@@ -47,6 +47,7 @@ void blend(const Context& context, N* norms, double* grad_norms, int64_t tensors
 }
 
 void check_norms(const char* name, const Tensor& norms, const TensorList& params) {
+  check_tensors(kOp, {{name, norms}});
   const Tensor& like = params[0];
   bool is_near =
       norms.is_cpu() == like.is_cpu() && norms.get_device_index() == like.get_device_index();
@@ -84,13 +85,13 @@ void novograd_step(const TensorList& params, const TensorList& grads, const Tens
                    const OptionalTensor& given_norms, const OptionalTensor& device_lr,
                    const OptionalTensor& device_step, const OptionalTensor& inv_scale,
                    const OptionalTensor& found_inf) {
-  if (params.empty()) return;
   if (!device_step) check_step(kOp, step);
   check_betas(kOp, beta1, beta2);
   check_not_negative(kOp, "eps", eps);
   // Tensors without elements keep their rows: norms belong to indices of the lists.
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs};
   TensorTable table = make_table(kOp, {p, g, m}, Empty::kKeep);
+  if (params.empty()) return;
   TensorTable grad_table = make_table(kOp, {g}, Empty::kKeep);
   check_norms("norms", norms, params);
   if (given_norms) check_norms("grad_norms", *given_norms, params);

@@ -55,12 +55,12 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
               double momentum, double dampening, double weight_decay, bool nesterov,
               bool wd_after_momentum, bool first_run, double gradient_scale,
               const std::optional<Tensor>& noop_flag) {
-  if (params.empty()) return;
   check_not_negative(kOp, "momentum", momentum);
-  check(buffers.empty() == (momentum == 0), kOp,
+  check(params.empty() || buffers.empty() == (momentum == 0), kOp,
         ": momentum_buffers must be given if momentum is not 0, and only then; got ",
         buffers.size(), " with momentum ", momentum, ".");
   TensorTable table = sgd_table(params, grads, buffers, copies);
+  if (params.empty()) return;
   ScalarType dtype = params[0].scalar_type(), grad_dtype = grads[0].scalar_type();
   check(buffers.empty() || buffers[0].scalar_type() == dtype, kOp,
         ": momentum_buffers must have the dtype of params, ", dtype_name(dtype), ".");

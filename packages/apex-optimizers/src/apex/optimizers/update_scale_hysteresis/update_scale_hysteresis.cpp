@@ -18,6 +18,7 @@ void update_scale_hysteresis(const Tensor& current_scale, const Tensor& growth_t
   check(backoff_factor > 0, op, ": backoff_factor must be > 0, got ", backoff_factor, ".");
   check(growth_interval >= 1, op, ": growth_interval must be >= 1, got ", growth_interval, ".");
   check(hysteresis >= 0, op, ": hysteresis must be >= 0, got ", hysteresis, ".");
+  check_tensors(op, {{"current_scale", current_scale}});
   TensorTable table;
   table.columns = 4;
   table.numel = {1};

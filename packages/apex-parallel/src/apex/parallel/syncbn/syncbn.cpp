@@ -7,6 +7,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
+#include "apex/torch/like.h"
 #include "batch_norm.h"
 #include "parts.h"
 #include "statistics.h"
@@ -27,9 +28,7 @@ struct Shape {
   ScalarType statistics_dtype() const {
     return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   }
-  Tensor statistics(int64_t numel) const {
-    return torch::stable::new_empty(x, {numel}, statistics_dtype());
-  }
+  Tensor statistics(int64_t numel) const { return empty(x, {numel}, statistics_dtype()); }
   Tensor per_channel() const { return statistics(channels); }
   // See parts.h. Short rows are reduced as columns, of which each channel has several.
   bool has_short_rows() const { return !channel_last && rows > 0 && columns < kShortRow; }
@@ -48,6 +47,7 @@ struct Shape {
 
   void check_operand(const char* name, const Tensor& tensor, int64_t numel,
                      ScalarType dtype) const {
+    check_tensors(op, {{name, tensor}});
     check(tensor.numel() == numel && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
               tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index(),
           op, ": ", name, " must be contiguous, with ", numel, " elements of ", dtype_name(dtype),
@@ -65,6 +65,7 @@ struct Shape {
 };
 
 Shape shape_of(const char* op, const Tensor& x, bool channel_last) {
+  check_tensors(op, {{"input", x}});
   check(x.is_contiguous(), op, ": input must be contiguous, got ", describe(x), ".");
   check(x.dim() >= 2 || (x.dim() == 1 && channel_last), op,
         ": input must have a batch and a channel dimension, got ", describe(x), ".");
@@ -74,6 +75,17 @@ Shape shape_of(const char* op, const Tensor& x, bool channel_last) {
   int64_t rows = x.numel() == 0 ? 0 : x.size(0) * channels;
   return {op, x, false, channels, rows, rows == 0 ? 0 : x.numel() / rows};
 }
+
+#if defined(APEX_CPU)
+void check_counts(const char* op, const Tensor& counts) {
+  auto* numbers = static_cast<const int64_t*>(counts.data_ptr());
+  for (int64_t i = 0; i < counts.numel(); ++i) {
+    check(numbers[i] >= 0, op, ": count[", i, "] must not be negative, got ", numbers[i], ".");
+  }
+}
+#else
+void check_counts(const char*, const Tensor&) {}  // would wait for the GPU
+#endif
 
 template <class X>
 const X* optional_data(const OptionalTensor& tensor, const char* name) {
@@ -133,6 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> welford_parallel(const Tensor& mean, const Te
         ": mean must be float32 or float64, got ", describe(mean), ".");
   shape.check_like_input("biased_var", biased_var);
   shape.check_operand("count", count, shape.rows, ScalarType::Long);
+  check_counts(shape.op, count);
   Tensor total = shape.per_channel(), variance = shape.per_channel(), inv_std = shape.per_channel();
   Context context(mean);
   CountsOf counts{data<int64_t>(count, "count")};
@@ -155,7 +168,7 @@ Tensor batchnorm_forward(const Tensor& input, const OptionalTensor& z, const Ten
                          bool channel_last, bool fuse_relu) {
   Shape shape = shape_of("batchnorm_forward", input, channel_last);
   if (z) shape.check_like_input("z", *z);
-  Tensor out = torch::stable::new_empty(input, input.sizes());
+  Tensor out = empty_like(input, input.scalar_type());
   run_rows<BatchNormForward>(shape, [&]<class X, bool kLast>(BatchNormForward<X, kLast>& p) {
     using T = compute_t<X>;
     p.parameters = {{shape.vector<T>("mean", mean), shape.vector<T>("inv_std", inv_std),
@@ -174,7 +187,7 @@ Tensor relu_bw(const Tensor& grad_output, const Tensor& input, const OptionalTen
   Shape shape = shape_of("relu_bw", input, channel_last);
   shape.check_like_input("grad_output", grad_output);
   if (z) shape.check_like_input("z", *z);
-  Tensor masked = torch::stable::new_empty(input, input.sizes());
+  Tensor masked = empty_like(input, input.scalar_type());
   run_rows<ReluBackward>(shape, [&]<class X, bool kLast>(ReluBackward<X, kLast>& p) {
     using T = compute_t<X>;
     p.parameters = {{shape.vector<T>("mean", mean), shape.vector<T>("inv_std", inv_std),
@@ -231,7 +244,8 @@ Tensor batchnorm_backward(const Tensor& grad_output, const Tensor& input, const 
   Shape shape = shape_of("batchnorm_backward", input, channel_last);
   shape.check_like_input("grad_output", grad_output);
   shape.check_operand("count", count, 1, ScalarType::Long);
-  Tensor dx = torch::stable::new_empty(input, input.sizes());
+  check_counts(shape.op, count);
+  Tensor dx = empty_like(input, input.scalar_type());
   run_rows<BatchNormBackward>(shape, [&]<class X, bool kLast>(BatchNormBackward<X, kLast>& p) {
     using T = compute_t<X>;
     p.parameters = {{shape.vector<T>("mean", mean), shape.vector<T>("inv_std", inv_std),
