@@ -141,7 +141,8 @@ def _wide(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(torch.float64, copy=True)
     if isinstance(value, list):
-        return [_wide(item) for item in value]
+        # Tensors at one index of lists agree in their number of elements, not in shape.
+        return [_wide(i).reshape(-1) if isinstance(i, Tensor) else i for i in value]
     return value
 
 

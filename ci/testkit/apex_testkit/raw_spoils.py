@@ -21,10 +21,12 @@ def spoil(rng: random.Random, args: dict[str, Any]) -> str:
         args[name] = not value
         return f"{name} negated"
     if isinstance(value, (int, float)):
-        choices = [-1, 0, 2, 1e30, math.nan, math.inf] if isinstance(value, float) else [-1, 0, 3]
+        choices = [-1, 0, 2, 1e3, math.nan, math.inf] if isinstance(value, float) else [-1, 0, 3]
         args[name] = type(value)(rng.choice(choices))
         return f"{name}={args[name]}"
-    if any(isinstance(t, Tensor) and not is_readable(t) for t in _flat([value])):
+    tensors = [t for t in _flat([value]) if isinstance(t, Tensor)]
+    is_spoiled = isinstance(value, list) and len(tensors) < len(value)
+    if is_spoiled or not all(map(is_readable, tensors)):
         return f"{name}: as it was"  # spoiled already
     others = [v for k, v in args.items() if k != name]
     if isinstance(value, Tensor):
