@@ -23,6 +23,10 @@ RMS_MODULES = [FusedRMSNorm, MixedFusedRMSNorm]
 def test_eps_that_is_no_number_is_refused(eps, kind):
     with pytest.raises(TypeError, match=f"{kind.__name__}: eps must be a number, got"):
         kind(5, eps=eps)
+    module = kind(5)
+    module.eps = eps
+    with pytest.raises(TypeError, match="eps must be a number, got"):
+        module(torch.randn(6, 5))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

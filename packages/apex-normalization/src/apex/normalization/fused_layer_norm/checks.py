@@ -93,6 +93,9 @@ def check_operands(
         TypeError: ``x`` is no floating-point tensor, or dtypes do not go together.
         ValueError: shapes or devices do not go together, or eps is out of range.
     """
+    if _is_usual(x, weight, bias, shape):
+        check_eps(name, eps)
+        return
     if not isinstance(x, Tensor) or x.dtype not in FLOATING:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(
@@ -144,6 +147,25 @@ def check_recoverable(name: str, ctx: Any, weight: Tensor | None) -> None:
         f"{name}: weight{where[0].tolist()} is 0 ({len(where)} of {weight.numel()} are), which "
         "leaves nothing of its input in the output: memory_efficient=True cannot recover it for "
         "the backward. Use memory_efficient=False, or start from weights other than 0."
+    )
+
+
+def _is_usual(x: Any, weight: Any, bias: Any, shape: tuple[int, ...]) -> bool:
+    """Whether all are plain tensors of one dtype and device: saves nearly all of the checks."""
+    if type(x) is not Tensor or type(weight) is not nn.Parameter or x.is_nested:
+        return False
+    dtype, device, size = x.dtype, x.device, weight.shape
+    if size != shape or x.shape[-len(shape) :] != size or dtype not in FLOATING:
+        return False
+    if weight.dtype != dtype or weight.device != device:
+        return False
+    if bias is None:
+        return True
+    return (
+        type(bias) is nn.Parameter
+        and bias.shape == size
+        and bias.dtype == dtype
+        and bias.device == device
     )
 
 

@@ -51,4 +51,7 @@ def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def operand(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return ``tensor`` as kernels take it: contiguous and in ``dtype``; itself if it is that."""
-    return None if tensor is None else cast(tensor.contiguous(), dtype)
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

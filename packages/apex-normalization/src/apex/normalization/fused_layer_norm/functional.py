@@ -32,7 +32,7 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     x = tensors[0]
     if not isinstance(x, Tensor):
         return tensors  # the check that follows says what is wrong
-    device_type = x.device.type
+    device_type = "cpu" if x.is_cpu else x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     if x.dtype == torch.float64 or not x.is_floating_point():
