@@ -238,6 +238,7 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
     def checked_buckets(self) -> list[Bucket]:
         """The buckets of this step, none of which will fail for its gradients or states."""
         self._check_capture()
+        check_numbers(self.layout.optimizer, self.param_groups)
         return self._buckets.collect(self)
 
     def _check_capture(self) -> None:
@@ -252,8 +253,6 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
 
     def step_buckets(self, buckets: list[Bucket]) -> None:
         """Update all parameters and count the step."""
-        if len(buckets) > 1:
-            check_numbers(self.layout.optimizer, (bucket.group for bucket in buckets))
         for bucket in buckets:
             self.step_bucket(bucket)
         if self.layout.counts_group_steps:

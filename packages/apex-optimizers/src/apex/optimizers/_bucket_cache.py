@@ -25,7 +25,8 @@ class BucketCache:
         self._groups: list[_GroupBuckets | None] = []
         self._order = StateOrder()
         self._marks: dict[int, tuple[int, int]] = {}  # of parameters in buckets that were given up
-        self._started: list[Tensor] = []  # parameters whose states were made for this step
+        # Parameters in buckets that were made for this step, and their states from before.
+        self._started: list[tuple[Tensor, dict[str, Any] | None]] = []
 
     def collect(self, optimizer: Any) -> list[Bucket]:
         """Buckets with this step's gradients, of all groups that have any.
@@ -50,8 +51,9 @@ class BucketCache:
             if not (fits and cached.hand_over(values, lists[index])):
                 new.append(index)
         buckets = self._buckets()
-        if not new and len(buckets) > 1:
-            new = [i for i, cached in enumerate(self._groups) if cached.is_outdated()]
+        if new or len(buckets) > 1:
+            kept = [i for i in range(len(groups)) if i not in new]
+            new += [i for i in kept if self._groups[i].is_outdated()]
         if new:
             self._check(optimizer, lists)
             self._renew(optimizer, new, lists, missing)
@@ -71,13 +73,17 @@ class BucketCache:
         self._groups.clear()
 
     def take_back(self, state: dict[Any, Any]) -> None:
-        """Take states out that were made for a step which failed before it changed anything.
+        """Undo what was made of states for a step which failed before it changed anything.
 
         All buckets are made anew in the next step: the failure may have left half of them.
         """
         if self._started and not any(bucket.has_run for bucket in self._buckets()):
-            for param in self._started:
-                state.pop(param, None)
+            for param, before in self._started:
+                if before is None:
+                    state.pop(param, None)
+                else:
+                    state[param].clear()
+                    state[param].update(before)
         self.forget()
 
     def drop(self) -> None:
@@ -187,16 +193,16 @@ class _GroupBuckets:
         bucket_class: type[Bucket],
         optimizer: Any,
         grads: list[Tensor | None],
-        started: list[Tensor],
+        started: list[tuple[Tensor, dict[str, Any] | None]],
     ) -> None:
-        """Make the buckets, and states where they are missing; add to ``started`` whose are new."""
+        """Make the buckets, and states where they are missing; add to ``started`` what was."""
         chosen: dict[tuple, list[int]] = {}
         any_dtype = optimizer.layout.any_grad_dtype
         for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
             if grad is None:
                 continue
-            if not optimizer.state.get(param):
-                started.append(param)
+            before = optimizer.state.get(param)
+            started.append((param, dict(before) if before else None))
             count = optimizer.init_state(self._group, param)
             optimizer.conform_state(param)
             has_master = MASTER in optimizer.state[param]

@@ -51,9 +51,9 @@ def check_not_negative(optimizer: str, group: dict[str, Any], names: Iterable[st
 def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
     """Raise TypeError or ValueError for the first hyper-parameter that is no number.
 
-    For steps of several groups: what the last one holds is looked at before the first is stepped.
+    What the last group holds is looked at before the first one is stepped.
     """
-    for group in {id(group): group for group in groups}.values():
+    for group in groups:
         for name in _NUMBERS:
             value = group.get(name, 0.0)
             if type(value) not in (float, int):

@@ -78,7 +78,8 @@ class Launch:
         Raises:
             RuntimeError: the memory of one was given back.
         """
-        if not refer_to(self.known, self.buffers):
+        # A reference to a buffer that is gone gives None, as does a parameter without buffer.
+        if self.is_first_run or not refer_to(self.known, self.buffers):
             return False
         check_allocated(f"{self.optimizer}.step", f"state {BUFFER!r} of parameter", self.buffers)
         return True

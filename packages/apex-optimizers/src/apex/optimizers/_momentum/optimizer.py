@@ -212,6 +212,7 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
         self._unused: list[tuple[weakref.ref, weakref.ref]] = []  # buffers of get_momentums
 
     def _run_collected(self) -> None:
+        check_numbers(self.name, self.param_groups)
         launches = self._collect()
         try:
             self._run_all(launches)
@@ -223,8 +224,6 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
             self._run_all(self._collect())
 
     def _run_all(self, launches: list[Launch]) -> None:
-        if len(launches) > 1:
-            check_numbers(self.name, (launch.group for launch in launches))
         for launch in launches:
             # Of a single launch that is not new the kernel itself checks all before it writes.
             if launch.is_new:

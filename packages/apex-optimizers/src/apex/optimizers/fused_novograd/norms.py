@@ -44,6 +44,18 @@ class GroupNorms:
             kept = {id(group): self._known.get(id(group)) for group in groups}
             self._known = {key: known for key, known in kept.items() if known is not None}
 
+    def adopt(self, groups: list[dict[str, Any]]) -> None:
+        """Note the places of norms that were loaded, or copied, with groups as they are now."""
+        for group in groups:
+            if NORMS in group and [v.numel() for v in group[NORMS]] == _counts(group["params"]):
+                self._known[id(group)] = group, _places(group["params"])
+
+    def align(self, groups: list[dict[str, Any]]) -> None:
+        """Move norms to where parameters belong now: whoever gets a copy knows no former dtypes."""
+        for group in groups:
+            if NORMS in group and id(group) in self._known:
+                self._align(group, _places(group["params"]))
+
     def place(self, group: dict[str, Any], bucket: NovoGradBucket) -> None:
         """Make the group's vectors, where missing or out of date, and find the bucket's slots."""
         places = _places(group["params"])

@@ -148,9 +148,19 @@ class FusedNovoGrad(FusedOptimizer):
                 f"{group['norm_type']}."
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._norms.align(self.param_groups)
+        return super().__getstate__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state; norms are in the order of the parameters and of their dtypes as they are."""
+        self._norms.align(self.param_groups)
+        return super().state_dict()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._norms = GroupNorms()
+        self._norms.adopt(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of Apex's, also one from before the first step.
@@ -174,6 +184,7 @@ class FusedNovoGrad(FusedOptimizer):
             group.pop(NORMS, None)
             if vectors is not None:
                 group[NORMS] = vectors
+        self._norms.adopt(self.param_groups)
 
     def step_buckets(self, buckets: list[NovoGradBucket]) -> None:
         self._norms.forget_others(self.param_groups)
