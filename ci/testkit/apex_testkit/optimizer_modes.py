@@ -1,0 +1,156 @@
+"""The optimizers and their modes that random sequences go through, with the model of each."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLARS,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from apex_testkit import optimizer_models as models
+
+ALL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SHORT = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """An optimizer with options, and what the model has to know of them."""
+
+    make: Callable[[list], Any]
+    model: Callable[..., None]
+    hyper: dict[str, Any]
+    dtypes: tuple = ALL
+    masters: tuple = ()  # dtypes of parameters that have masters
+    capturable: bool = False
+    counts: bool = True  # whether groups count steps
+    takes_infinity: bool = True  # whether infinite parameters stay so without decay
+    decoupled: bool = False
+    resync: bool = False  # moments are kept in few bits: the model goes on from those
+    loose: float = 0.0  # of what is kept, relative to the largest
+
+    @property
+    def keeps_remainders(self):
+        return self.make.options.get("store_param_remainders", False)
+
+    def set_gradient(self, param, grad):
+        if self.decoupled:
+            param.decoupled_grad = grad
+        else:
+            param.grad = grad
+
+    def gradient_dtype(self, param, pick):
+        return (torch.float32, *SHORT)[pick % 3] if self.decoupled else param.dtype
+
+    def moment(self, optimizer, param, name):
+        if isinstance(optimizer, FusedAdam):
+            return optimizer.get_unscaled_state(param, name)
+        return optimizer.state[param][name]
+
+    def kept_dtype(self, param):
+        return param.dtype if self.make.cls is FusedSGD else torch.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    cls: type
+    options: dict[str, Any]
+
+    def __call__(self, groups):
+        return self.cls(groups, **self.options)
+
+
+ADAM = {"bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
+LAMB = {**ADAM, "max_grad_norm": 1.0, "grad_averaging": True, "adam_w_mode": True}
+NOVOGRAD = {**ADAM, "grad_averaging": True, "norm_type": 2, "init_zero": False}
+NOVOGRAD["reg_inside_moment"] = False
+MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "wd_after_momentum": False}
+LARS = {"momentum": 0.9, "nesterov": False, "trust_coefficient": 0.5, "eps": 1e-3}
+
+
+def adam(options=None, storage=None, **facts):
+    hyper = {**ADAM, "adam_w_mode": True, **(options or {})}
+    return Mode(Maker(FusedAdam, {**hyper, **(storage or {})}), models.adam, hyper, **facts)
+
+
+def lamb(cls=FusedLAMB, options=None, storage=None, **facts):
+    hyper = {**LAMB, "use_nvlamb": False, **(options or {})}
+    facts.setdefault("takes_infinity", False)  # norms of all gradients and parameters
+    return Mode(Maker(cls, {**hyper, **(storage or {})}), models.lamb, hyper, **facts)
+
+
+def novograd(storage=None, **options):
+    hyper = {**NOVOGRAD, **options}
+    maker = Maker(FusedNovoGrad, {**hyper, **(storage or {})})
+    return Mode(maker, models.novograd, hyper, capturable=bool(storage))
+
+
+def adagrad(mode):
+    hyper = {"eps": 1e-3, "weight_decay": 0.1, "adagrad_w_mode": mode}
+    return Mode(Maker(FusedAdagrad, hyper), models.adagrad, hyper, counts=False)
+
+
+def sgd(**options):
+    hyper = {**MOMENTUM, **options}
+    maker = Maker(FusedSGD, {"lr": 0.05, **hyper})
+    return Mode(maker, models.sgd, hyper, counts=False, resync=True)
+
+
+def lars(**options):
+    hyper = {**LARS, **options}
+    maker = Maker(FusedLARS, {"lr": 0.05, **hyper})
+    hyper = {**hyper, "is_skipped": False}
+    return Mode(maker, models.lars, hyper, counts=False, takes_infinity=False)
+
+
+FLOAT8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16}
+BFLOAT16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+ON_DEVICE = {"capturable": True}
+WITH_MASTERS = {"master_weights": True}
+REMAINDERS = {"master_weights": True, "store_param_remainders": True}
+REDUCED = {"reduced_precision_dtype": torch.bfloat16}
+
+MODES = {
+    "adamw": adam(),
+    "adam": adam({"adam_w_mode": False}),
+    "adam_uncorrected": adam({"bias_correction": False}),
+    "adam_capturable": adam(storage=ON_DEVICE, capturable=True),
+    "adam_masters": adam(storage=WITH_MASTERS, masters=SHORT),
+    "adam_capturable_masters": adam(
+        storage={**ON_DEVICE, **WITH_MASTERS}, masters=SHORT, capturable=True
+    ),
+    "adam_remainders": adam(
+        storage=REMAINDERS, masters=(torch.bfloat16,), dtypes=(torch.bfloat16,)
+    ),
+    "adam_float8": adam(storage=FLOAT8, resync=True, loose=0.07),
+    "adam_bfloat16": adam({"adam_w_mode": False}, BFLOAT16, resync=True, loose=0.01),
+    "adam_decoupled": adam(storage={"use_decoupled_grad": True}, decoupled=True),
+    "lamb": lamb(),
+    "lamb_unclipped": lamb(options={"max_grad_norm": 0.0, "grad_averaging": False}),
+    "nvlamb": lamb(options={"use_nvlamb": True, "adam_w_mode": False}),
+    "lamb_capturable": lamb(storage=ON_DEVICE, capturable=True),
+    "mp_lamb": lamb(FusedMixedPrecisionLamb, capturable=True),
+    "mp_lamb_masters": lamb(
+        FusedMixedPrecisionLamb, storage=REDUCED, masters=(torch.bfloat16,), capturable=True
+    ),
+    "novograd": novograd(),
+    "novograd_inside": novograd(reg_inside_moment=True, init_zero=True, grad_averaging=False),
+    "novograd_maximum": novograd(norm_type=0),
+    "novograd_capturable": novograd(ON_DEVICE),
+    "adagrad": adagrad(False),
+    "adagradw": adagrad(True),
+    "sgd": sgd(momentum=0.0),
+    "sgd_momentum": sgd(dampening=0.1),
+    "nesterov": sgd(nesterov=True),
+    "sgd_late_decay": sgd(wd_after_momentum=True),
+    "lars": lars(),
+    "lars_nesterov": lars(nesterov=True),
+}

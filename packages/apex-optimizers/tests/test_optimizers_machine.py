@@ -1,0 +1,300 @@
+"""Random sequences of calls of every optimizer, against one float64 model step of each.
+
+A long run by hand: ``OPTIMIZER_SEQUENCES=20000 pytest test_optimizers_machine.py``, for all modes
+together. ``OPTIMIZER_SEED`` gives other sequences.
+"""
+
+import copy
+import io
+import os
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
+
+from apex_testkit.optimizer_models import (
+    ModelParam,
+    assert_near,
+    everything,
+    exact,
+    global_norm,
+    random_values,
+)
+from apex_testkit.optimizer_modes import MODES
+
+SEQUENCES = int(os.environ.get("OPTIMIZER_SEQUENCES", "0")) // len(MODES) or 6
+SEED = os.environ.get("OPTIMIZER_SEED")
+SIZES = st.sampled_from([(0,), (1,), (3,), (2, 3), (4, 4)])
+SEEDS = st.integers(0, 2**16)
+PICK = st.integers(0, 99)
+
+
+class OptimizerMachine(RuleBasedStateMachine):
+    """Groups of parameters, their optimizer, and the same in float64."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.saved = None
+
+    @initialize(shapes=st.lists(st.lists(SIZES, max_size=3), min_size=1, max_size=3), pick=PICK)
+    def make(self, shapes, pick):
+        torch.manual_seed(pick)
+        self.params, self.models, self.hyper, self.counts = [], [], [], []
+        for index, sizes in enumerate(shapes):
+            self._add(sizes, pick + index)
+        groups = [
+            {"params": params, **self._given(hyper)}
+            for params, hyper in zip(self.params, self.hyper, strict=True)
+        ]
+        self.optimizer = self.mode.make(groups)
+
+    def _given(self, hyper):
+        return {key: hyper[key] for key in ("lr", "weight_decay")}
+
+    def _add(self, sizes, pick):
+        params, models = [], []
+        for index, size in enumerate(sizes):
+            dtype = self.mode.dtypes[(pick + index * 7) % len(self.mode.dtypes)]
+            param = torch.nn.Parameter(random_values(size, pick * 31 + index).to(dtype))
+            params.append(param)
+            models.append(ModelParam(exact(param)))
+        self.params.append(params)
+        self.models.append(models)
+        decay = (0.0, 0.1)[pick % 2]
+        self.hyper.append({**self.mode.hyper, "lr": 0.05, "weight_decay": decay})
+        self.counts.append(0)
+
+    def _pairs(self):
+        return [
+            (index, param, model)
+            for index, (params, models) in enumerate(zip(self.params, self.models, strict=True))
+            for param, model in zip(params, models, strict=True)
+        ]
+
+    def _picked(self, pick):
+        pairs = self._pairs()
+        return pairs[pick % len(pairs)] if pairs else (0, None, None)
+
+    # Gradients and steps.
+
+    def _set_gradients(self, seed, pattern):
+        """Gradients of some parameters, some of them in another layout."""
+        pairs, given = self._pairs(), []
+        for number, (index, param, model) in enumerate(pairs):
+            self.mode.set_gradient(param, None)
+            if pattern >> (number % 8) & 1 == 0:
+                continue
+            values = random_values(param.shape, seed * 17 + number)
+            dtype = self.mode.gradient_dtype(param, seed + number)
+            grad = values.to(dtype)
+            if grad.dim() == 2 and (seed + number) % 3 == 0:
+                grad = grad.t().contiguous().t()
+            if grad.dim() and grad.numel() and (seed + number) % 5 == 0:
+                grad = grad[:1].expand_as(grad)
+            self.mode.set_gradient(param, grad)
+            given.append((index, param, model, exact(grad)))
+        return given
+
+    @rule(seed=SEEDS, pattern=st.integers(0, 255), skipped=st.booleans())
+    def step(self, seed, pattern, skipped):
+        given = self._set_gradients(seed, pattern)
+        is_skipped = skipped and self.mode.capturable and seed % 2 == 0
+        if is_skipped:
+            self.optimizer.found_inf = torch.ones(())
+        for _, param, model, _ in given:
+            self._take_master(param, model)
+        self.optimizer.step()
+        if is_skipped:
+            del self.optimizer.found_inf
+        else:
+            self.counts = [count + 1 for count in self.counts]
+            norm = global_norm([grad for *_, grad in given])
+            for index, _, model, grad in given:
+                model.steps += 1
+                self.mode.model(model, grad, self.hyper[index], norm)
+        self._compare([] if is_skipped else given)
+
+    @rule(seed=SEEDS)
+    def step_all(self, seed):
+        self.step(seed, 255, False)
+
+    def _take_master(self, param, model):
+        """What was written into a parameter wins over its master, where it is not that, rounded."""
+        value = exact(param) if model.stale else model.value
+        if model.stale and model.has_master:
+            is_rounded = model.value.float().to(param.dtype) == param
+            value = torch.where(is_rounded, model.value, value)
+        if model.stale and self.mode.keeps_remainders and model.has_master:
+            # Half of the master: what was written lacks the bits that the parameter lacks.
+            value = exact(self.optimizer.get_unscaled_state(param, "master_param"))
+        if self.mode.masters and (param.dtype in self.mode.masters or model.has_master):
+            model.has_master = True
+        model.value, model.stale = value, False
+
+    def _compare(self, stepped):
+        optimizer, mode = self.optimizer, self.mode
+        for _, param, model, _ in stepped:
+            state = optimizer.state.get(param, {})
+            for name, moment in model.state.items():
+                if name == "norm":
+                    continue
+                real = mode.moment(optimizer, param, name)
+                assert_near(name, real, moment, mode.kept_dtype(param), mode.loose)
+                if mode.resync:
+                    model.state[name] = exact(real)
+            if "step" in state:
+                assert int(state["step"]) == model.steps
+            if model.has_master:
+                master = mode.moment(optimizer, param, "master_param")
+                assert_near("master", master, model.value, torch.float32)
+            assert_near("parameter", param, model.value, param.dtype)
+            model.value = exact(master) if model.has_master else exact(param)
+        for index, param, model in self._pairs():
+            if not model.has_master and not model.stale:
+                assert_near(f"parameter of group {index}", param, model.value, param.dtype)
+        if mode.counts:
+            counts = [int(group.get("step", 0)) for group in optimizer.param_groups]
+            assert counts == self.counts
+
+    # Changes between steps.
+
+    @precondition(lambda self: len(self.params) < 4)
+    @rule(sizes=st.lists(SIZES, max_size=2), pick=PICK)
+    def add_group(self, sizes, pick):
+        self._add(sizes, pick)
+        group = {"params": self.params[-1], **self._given(self.hyper[-1])}
+        self.optimizer.add_param_group(group)
+
+    @rule(pick=PICK, decay=st.sampled_from([0.0, 0.1]), lr=st.sampled_from([0.0, 0.02, 0.1]))
+    def change_numbers(self, pick, decay, lr):
+        index = pick % len(self.params)
+        changed = {"weight_decay": decay, "lr": lr}
+        self.hyper[index].update(changed)
+        self.optimizer.param_groups[index].update(changed)
+
+    @rule(pick=PICK, form=st.sampled_from(["dtype", "view", "strides", "same"]), seed=SEEDS)
+    def replace_data(self, pick, form, seed):
+        _, param, model = self._picked(pick)
+        if param is None:
+            return
+        self.mode.set_gradient(param, None)
+        allowed = [d for d in self.mode.dtypes if d.itemsize <= param.dtype.itemsize]
+        if form == "dtype":
+            param.data = param.data.to(self.mode.dtypes[seed % len(self.mode.dtypes)])
+        elif form == "view" and allowed and param.data.is_contiguous():
+            memory = param.data.flatten().view(allowed[seed % len(allowed)])
+            param.data = memory[: param.numel()].view(param.shape)
+        elif form == "strides" and param.dim() == 2:
+            param.data = param.data.t().contiguous().t()
+        elif form == "same" and param.dim() == 2 and param.shape[0] == param.shape[1]:
+            param.data = param.data.t()
+        with torch.no_grad():  # written to, so that masters give way
+            param.copy_(random_values(param.shape, seed))
+        model.stale = True
+
+    @precondition(lambda self: self.mode.takes_infinity)
+    @rule(pick=PICK)
+    def make_infinite(self, pick):
+        index, param, model = self._picked(pick)
+        if param is None or not param.numel():
+            return
+        self.change_numbers(index, 0.0, 0.05)
+        with torch.no_grad():
+            param[(0,) * param.dim()] = -torch.inf
+        model.stale = True
+
+    @rule(pick=PICK)
+    def drop_state(self, pick):
+        _, param, model = self._picked(pick)
+        if param is None:
+            return
+        self.optimizer.state.pop(param, None)
+        model.state, model.steps = {}, 0
+        if model.has_master:
+            model.has_master, model.stale = False, True
+
+    # Copies and checkpoints.
+
+    @rule(pickled=st.booleans())
+    def copy_all(self, pickled):
+        pair = self.optimizer, self.params
+        if pickled:
+            file = io.BytesIO()  # torch's own pickling: that of Python lacks some dtypes
+            torch.save(pair, file)
+            file.seek(0)
+            self.optimizer, self.params = torch.load(file, weights_only=False)
+        else:
+            self.optimizer, self.params = copy.deepcopy(pair)
+
+    def _dtypes(self):
+        return [[p.dtype for p in params] for params in self.params]
+
+    @rule()
+    def save(self):
+        kept = (self._dtypes(), self.models, self.hyper, self.counts)
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.saved = (state, *copy.deepcopy(kept))
+
+    @precondition(lambda self: self.saved and self.saved[1] == self._dtypes())
+    @rule()
+    def load(self):
+        state, _, models, hyper, counts = copy.deepcopy(self.saved)
+        if [[m.value.shape for m in own] for own in models] != [
+            [p.shape for p in own] for own in self.params
+        ]:
+            return
+        self.optimizer.load_state_dict(state)
+        self.hyper, self.counts = hyper, counts
+        self.models = models
+        for _, _, model in self._pairs():
+            model.stale = True
+
+    # A call that fails.
+
+    @rule(pick=PICK, seed=SEEDS, kind=st.sampled_from(["dtype", "sparse", "number"]))
+    def failing_step(self, pick, seed, kind):
+        index, param, _ = self._picked(pick)
+        if param is None:
+            return
+        self._set_gradients(seed, 255)
+        group, lr = self.optimizer.param_groups[index], self.hyper[index]["lr"]
+        if kind == "number":
+            group["lr"] = None
+        elif kind == "sparse":
+            self.mode.set_gradient(param, torch.zeros_like(param.detach()).to_sparse())
+        else:
+            wrong = torch.float32 if param.dtype == torch.float64 else torch.float64
+            wrong = torch.int32 if self.mode.decoupled else wrong
+            grad = torch.zeros_like(param.detach())
+            self.mode.set_gradient(param, grad)
+            grad.data = grad.data.to(wrong)  # torch itself would refuse to set it
+        before = everything(self.optimizer, [param for _, param, _ in self._pairs()])
+        with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
+            self.optimizer.step()
+        group["lr"] = lr
+        after = everything(self.optimizer, [param for _, param, _ in self._pairs()])
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            assert torch.equal(value.nan_to_num(7), after[key].nan_to_num(7)), key
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+def test_random_sequences_agree_with_the_model(mode):
+    settings = hypothesis.settings(
+        max_examples=SEQUENCES,
+        stateful_step_count=20,
+        derandomize=SEED is None,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate, *(() if SEED else (hypothesis.Phase.shrink,))],
+    )
+    if SEED is None:
+        run_machine(lambda: OptimizerMachine(mode), settings=settings)
+        return
+    seeded = hypothesis.seed(int(SEED))(type("Seeded", (OptimizerMachine,), {}))
+    run_machine(lambda: seeded(mode), settings=settings)
