@@ -37,6 +37,26 @@ def test_freezing_between_forward_and_backward(two_ranks, options):
     two_ranks(check_frozen_between, options=options)
 
 
+def check_frozen_still(rank, world, options):
+    """torch calls hooks of a frozen parameter too, but adds nothing to its gradient."""
+    average = (world - 1) / 2
+    ddp = DistributedDataParallel(Branches(2), **options)
+    for _ in range(2):
+        ddp([0, 1], factor=rank).backward()
+        output = ddp([0, 1], factor=rank)
+        ddp.module.branches[0].requires_grad_(False)
+        ddp([1])
+        output.backward()
+        assert values(ddp) == [average, 2 * average]
+        ddp.module.branches[0].requires_grad_(True)
+        ddp.zero_grad()
+
+
+@every_mode
+def test_a_graph_through_a_frozen_parameter(two_ranks, options):
+    two_ranks(check_frozen_still, options=options)
+
+
 def check_discarded(rank, world, options):
     ddp = DistributedDataParallel(Branches(3), **options)
     for _ in range(2):

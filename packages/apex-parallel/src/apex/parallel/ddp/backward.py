@@ -94,6 +94,8 @@ class BackwardReduction(ReductionModule):
 
     def comm_ready_buckets(self, param: Tensor) -> None:
         """Take in the gradient of ``param`` and launch the buckets that it completes."""
+        if not param.requires_grad:
+            return  # frozen since its forward: torch calls hooks, but has added nothing
         has_grad(param)
         self._with_news.add(id(param))
         if self._disable_allreduce and not self._reducing:
