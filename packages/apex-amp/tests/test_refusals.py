@@ -56,7 +56,7 @@ REFUSED = [
     (lambda m, o: init(m, o, loss_scale="big"), ValueError, "big"),
     (lambda m, o: init(m, o, loss_scale=0.0), ValueError, "loss_scale must be positive"),
     (lambda m, o: init(m, o, min_loss_scale=8.0, max_loss_scale=4.0), ValueError, "min_loss_scale"),
-    (lambda m, o: init(m, o, num_losses=0), ValueError, "num_losses"),
+    (lambda m, o: init(m, o, num_losses=-1), ValueError, "num_losses"),
     (lambda m, o: init(m, o, cast_model_outputs="half"), TypeError, "cast_model_outputs"),
     (lambda m, o: init(bad_model(weight=half), o), RuntimeError, "parameter weight"),
     (lambda m, o: init(bad_model(bias=torch.float64), o), RuntimeError, "parameter bias"),
