@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "shared_csrc"))
 
-from native import jit  # noqa: E402
+from native import jit, trust  # noqa: E402
 from native.build import Op, build, find_ops  # noqa: E402
 from native.targets import Target  # noqa: E402
 
@@ -82,8 +82,9 @@ def build_op(named: tuple[str, Op]) -> None:
     target = Target("emu")
     built = build([op], [target], WORK / package / op.name, package=package)[target]
     library = jit.library_path(op, target, package=package)
-    library.parent.mkdir(parents=True, exist_ok=True)
+    trust.make_private_folder(library.parent)
     shutil.copy(built, library)
+    trust.seal_path(library).write_text(trust.seal(library))
 
 
 def run_pytest(environment: dict[str, str], *arguments: str) -> int:
