@@ -41,6 +41,10 @@ class Mode:
     def keeps_remainders(self):
         return self.make.options.get("store_param_remainders", False)
 
+    @property
+    def rounds_moments(self):
+        return self.make.cls is FusedSGD
+
     def set_gradient(self, param, grad):
         if self.decoupled:
             param.decoupled_grad = grad
@@ -74,6 +78,11 @@ NOVOGRAD = {**ADAM, "grad_averaging": True, "norm_type": 2, "init_zero": False}
 NOVOGRAD["reg_inside_moment"] = False
 MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "wd_after_momentum": False}
 LARS = {"momentum": 0.9, "nesterov": False, "trust_coefficient": 0.5, "eps": 1e-3}
+
+
+def group_options(hyper):
+    """What groups may differ in, as a part of a group."""
+    return {key: hyper[key] for key in ("lr", "weight_decay")}
 
 
 def adam(options=None, storage=None, **facts):
@@ -111,6 +120,7 @@ def lars(**options):
     return Mode(maker, models.lars, hyper, counts=False, takes_infinity=False)
 
 
+NARROW = ALL[:3]
 FLOAT8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16}
 BFLOAT16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 ON_DEVICE = {"capturable": True}
@@ -130,8 +140,8 @@ MODES = {
     "adam_remainders": adam(
         storage=REMAINDERS, masters=(torch.bfloat16,), dtypes=(torch.bfloat16,)
     ),
-    "adam_float8": adam(storage=FLOAT8, resync=True, loose=0.07),
-    "adam_bfloat16": adam({"adam_w_mode": False}, BFLOAT16, resync=True, loose=0.01),
+    "adam_float8": adam(storage=FLOAT8, dtypes=NARROW, resync=True, loose=0.07),
+    "adam_bfloat16": adam({"adam_w_mode": False}, BFLOAT16, dtypes=NARROW, resync=True, loose=0.01),
     "adam_decoupled": adam(storage={"use_decoupled_grad": True}, decoupled=True),
     "lamb": lamb(),
     "lamb_unclipped": lamb(options={"max_grad_norm": 0.0, "grad_averaging": False}),

@@ -23,7 +23,7 @@ from apex_testkit.optimizer_models import (
     global_norm,
     random_values,
 )
-from apex_testkit.optimizer_modes import MODES
+from apex_testkit.optimizer_modes import MODES, group_options
 
 SEQUENCES = int(os.environ.get("OPTIMIZER_SEQUENCES", "0")) // len(MODES) or 6
 SEED = os.environ.get("OPTIMIZER_SEED")
@@ -47,13 +47,10 @@ class OptimizerMachine(RuleBasedStateMachine):
         for index, sizes in enumerate(shapes):
             self._add(sizes, pick + index)
         groups = [
-            {"params": params, **self._given(hyper)}
+            {"params": params, **group_options(hyper)}
             for params, hyper in zip(self.params, self.hyper, strict=True)
         ]
         self.optimizer = self.mode.make(groups)
-
-    def _given(self, hyper):
-        return {key: hyper[key] for key in ("lr", "weight_decay")}
 
     def _add(self, sizes, pick):
         params, models = [], []
@@ -83,8 +80,8 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     def _set_gradients(self, seed, pattern):
         """Gradients of some parameters, some of them in another layout."""
-        pairs, given = self._pairs(), []
-        for number, (index, param, model) in enumerate(pairs):
+        chosen = []
+        for number, (index, param, model) in enumerate(self._pairs()):
             self.mode.set_gradient(param, None)
             if pattern >> (number % 8) & 1 == 0:
                 continue
@@ -96,8 +93,8 @@ class OptimizerMachine(RuleBasedStateMachine):
             if grad.dim() and grad.numel() and (seed + number) % 5 == 0:
                 grad = grad[:1].expand_as(grad)
             self.mode.set_gradient(param, grad)
-            given.append((index, param, model, exact(grad)))
-        return given
+            chosen.append((index, param, model, exact(grad)))
+        return chosen
 
     @rule(seed=SEEDS, pattern=st.integers(0, 255), skipped=st.booleans())
     def step(self, seed, pattern, skipped):
@@ -131,8 +128,10 @@ class OptimizerMachine(RuleBasedStateMachine):
         if model.stale and self.mode.keeps_remainders and model.has_master:
             # Half of the master: what was written lacks the bits that the parameter lacks.
             value = exact(self.optimizer.get_unscaled_state(param, "master_param"))
-        if self.mode.masters and (param.dtype in self.mode.masters or model.has_master):
-            model.has_master = True
+        has_had = model.has_master and param.dtype in (torch.float16, torch.bfloat16)
+        model.has_master = param.dtype in self.mode.masters or has_had
+        if self.mode.rounds_moments:  # to the parameter's dtype, which may have changed
+            model.state = {key: exact(own.to(param.dtype)) for key, own in model.state.items()}
         model.value, model.stale = value, False
 
     def _compare(self, stepped):
@@ -153,9 +152,9 @@ class OptimizerMachine(RuleBasedStateMachine):
                 assert_near("master", master, model.value, torch.float32)
             assert_near("parameter", param, model.value, param.dtype)
             model.value = exact(master) if model.has_master else exact(param)
-        for index, param, model in self._pairs():
-            if not model.has_master and not model.stale:
-                assert_near(f"parameter of group {index}", param, model.value, param.dtype)
+        for _, param, model in self._pairs():
+            if not (model.has_master or model.stale):
+                assert_near("parameter", param, model.value, param.dtype)
         if mode.counts:
             counts = [int(group.get("step", 0)) for group in optimizer.param_groups]
             assert counts == self.counts
@@ -166,15 +165,14 @@ class OptimizerMachine(RuleBasedStateMachine):
     @rule(sizes=st.lists(SIZES, max_size=2), pick=PICK)
     def add_group(self, sizes, pick):
         self._add(sizes, pick)
-        group = {"params": self.params[-1], **self._given(self.hyper[-1])}
+        group = {"params": self.params[-1], **group_options(self.hyper[-1])}
         self.optimizer.add_param_group(group)
 
     @rule(pick=PICK, decay=st.sampled_from([0.0, 0.1]), lr=st.sampled_from([0.0, 0.02, 0.1]))
     def change_numbers(self, pick, decay, lr):
         index = pick % len(self.params)
-        changed = {"weight_decay": decay, "lr": lr}
-        self.hyper[index].update(changed)
-        self.optimizer.param_groups[index].update(changed)
+        for group in (self.hyper[index], self.optimizer.param_groups[index]):
+            group.update(weight_decay=decay, lr=lr)
 
     @rule(pick=PICK, form=st.sampled_from(["dtype", "view", "strides", "same"]), seed=SEEDS)
     def replace_data(self, pick, form, seed):
@@ -231,7 +229,7 @@ class OptimizerMachine(RuleBasedStateMachine):
             self.optimizer, self.params = copy.deepcopy(pair)
 
     def _dtypes(self):
-        return [[p.dtype for p in params] for params in self.params]
+        return [[p.dtype for p in own] for own in self.params]
 
     @rule()
     def save(self):
@@ -242,14 +240,13 @@ class OptimizerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved and self.saved[1] == self._dtypes())
     @rule()
     def load(self):
-        state, _, models, hyper, counts = copy.deepcopy(self.saved)
+        state, _, models, *kept = copy.deepcopy(self.saved)
         if [[m.value.shape for m in own] for own in models] != [
             [p.shape for p in own] for own in self.params
         ]:
             return
         self.optimizer.load_state_dict(state)
-        self.hyper, self.counts = hyper, counts
-        self.models = models
+        self.models, (self.hyper, self.counts) = models, kept
         for _, _, model in self._pairs():
             model.stale = True
 
@@ -272,11 +269,12 @@ class OptimizerMachine(RuleBasedStateMachine):
             grad = torch.zeros_like(param.detach())
             self.mode.set_gradient(param, grad)
             grad.data = grad.data.to(wrong)  # torch itself would refuse to set it
-        before = everything(self.optimizer, [param for _, param, _ in self._pairs()])
+        params = [param for _, param, _ in self._pairs()]
+        before = everything(self.optimizer, params)
         with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
             self.optimizer.step()
         group["lr"] = lr
-        after = everything(self.optimizer, [param for _, param, _ in self._pairs()])
+        after = everything(self.optimizer, params)
         assert before.keys() == after.keys()
         for key, value in before.items():
             assert torch.equal(value.nan_to_num(7), after[key].nan_to_num(7)), key

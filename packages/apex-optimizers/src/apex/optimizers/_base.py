@@ -104,9 +104,15 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
         stored = torch.empty_like(param, dtype=dtype, requires_grad=False)
         self.state[param][key] = stored.copy_(value)
 
+    def stored_value(self, param: Tensor, key: str) -> Tensor:
+        """A moment, or master, as a number, whatever it is kept in."""
+        return self.state[param][key]
+
     def conform_state(self, param: Tensor) -> None:
         """Give moments and master the dtype, device and layout that somebody else changed."""
         state = self.state[param]
+        if MASTER in state and param.dtype not in (torch.float16, torch.bfloat16):
+            del state[MASTER]  # the parameter is as exact now
         for key in (*self.layout.moments, MASTER):
             if key not in state:
                 continue
@@ -114,10 +120,15 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
             if key != MASTER:
                 wanted = {self.moment_dtype(key, param)}
             if kept.dtype not in wanted:
-                self.restore_moment(param, key, kept)
+                self.restore_moment(param, key, self.stored_value(param, key))
             elif (kept.device, kept.stride()) != (param.device, param.stride()):
                 like = torch.empty_like(param, dtype=kept.dtype, requires_grad=False)
                 state[key] = like.copy_(kept)
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether parameters of any dtype have masters."""
+        return self.master_weights
 
     def needs_master(self, param: Tensor) -> bool:
         """Whether a float32 copy of a parameter is kept."""

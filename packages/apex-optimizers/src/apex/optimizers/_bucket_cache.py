@@ -51,7 +51,7 @@ class BucketCache:
             if not (fits and cached.hand_over(values, lists[index])):
                 new.append(index)
         buckets = self._buckets()
-        if new or len(buckets) > 1:
+        if new or len(buckets) > 1 or any(map(_has_other_master, repeat(optimizer), buckets)):
             kept = [i for i in range(len(groups)) if i not in new]
             new += [i for i in kept if self._groups[i].is_outdated()]
         if new:
@@ -137,6 +137,11 @@ def _grads_of(name: str, params: list[Tensor]) -> list[Tensor | None]:
         return list(map(operator.attrgetter(name), params))
     except AttributeError:  # not torch's own attribute, which every parameter has
         return [getattr(param, name, None) for param in params]
+
+
+def _has_other_master(optimizer: Any, bucket: Bucket) -> bool:
+    """Whether parameters of another dtype than before need a master now, or none any longer."""
+    return optimizer.keeps_masters and any(p.dtype != bucket.dtype for p in bucket.params)
 
 
 def _differ_in_shape(buckets: list[Bucket]) -> bool:

@@ -64,6 +64,7 @@ class Bucket:
         self.grads: list[Tensor] = []
         self.has_run = False  # whether this step has changed anything
         self.step_tensor: Tensor = states[0]["step"]
+        self.dtype = params[0].dtype  # of all of them
         self.is_sharded = is_sharded(params[0])
         self.marks = MasterMarks()
         self._memory: list[Any] = []

@@ -108,6 +108,10 @@ class CompactStates(FusedOptimizer):
         """Keep ``unscaled_state`` as ``exp_avg``, ``exp_avg_sq`` or ``master_param``, rounded."""
         self.restore_moment(param, state_name, unscaled_state)
 
+    def stored_value(self, param: Tensor, key: str) -> Tensor:
+        state = self.state[param]
+        return state[key] if key == MASTER else unscaled_moment(state, key)
+
     def restore_moment(self, param: Tensor, key: str, value: Tensor) -> None:
         if key == MASTER and value.dtype == torch.int16:
             raise ValueError(

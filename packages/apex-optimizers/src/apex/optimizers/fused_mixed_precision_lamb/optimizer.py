@@ -142,6 +142,10 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             for group in self.param_groups
         ]
 
+    @property
+    def keeps_masters(self) -> bool:
+        return self.reduced_precision_dtype is not None
+
     def needs_master(self, param: Tensor) -> bool:
         return param.dtype == self.reduced_precision_dtype
 
