@@ -82,9 +82,9 @@ def check_allocated(op: str, what: str, tensors: Sequence[Tensor]) -> None:
             continue
         if tensor.data_ptr() == 0:
             raise RuntimeError(
-                f"{op}: {what} {index}, {describe(tensor)}, has no memory: its storage was "
-                "resized to 0, as FSDP does with parameters that it has gathered. Step when the "
-                "memory is allocated."
+                f"{op}: {what} {index} is {describe(tensor)}, but its data is not allocated yet: "
+                "its storage was resized to 0 bytes, as FSDP does with parameters that it has "
+                "gathered. Step when the memory is allocated."
             )
 
 
