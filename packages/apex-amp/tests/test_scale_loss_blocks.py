@@ -63,8 +63,6 @@ def test_any_order_of_delayed_passes(level, make_optimizer):
 @pytest.mark.parametrize("level", LEVELS)
 def test_delayed_passes_that_are_given_up(level, set_to_none):
     """zero_grad after them, as after an exception in a later one: the next pass is alone."""
-    if not set_to_none and level not in ("O2", "O5"):
-        pytest.skip("without master weights zero_grad is the optimizer's own")
     model, optimizer = build(level)
     backward(loss_of(model), optimizer)
     single = grads(model, optimizer)

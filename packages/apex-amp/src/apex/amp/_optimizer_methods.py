@@ -129,6 +129,14 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
     _drop_master_grads(self)
 
 
+def zero_grad_no_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Clear gradients, also what amp has put aside for a pass that delayed its unscaling."""
+    stash = self._amp_stash
+    if stash.params_have_scaled_gradients and not stash.is_in_block:
+        stash.drop_scaled_grads()
+    return stash.originals["zero_grad"](*args, **kwargs)
+
+
 def add_param_group_with_masters(self: Any, new_group: dict[str, Any]) -> None:
     """Add a group of parameters; the optimizer receives masters of those in 16 bits.
 

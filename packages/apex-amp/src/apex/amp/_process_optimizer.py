@@ -234,6 +234,7 @@ def _process_optimizer(optimizer: Any, properties: Properties) -> Any:
     }
     replaced = {
         "step": _optimizer_methods.step,
+        "zero_grad": _optimizer_methods.zero_grad_no_masters,
         "add_param_group": _optimizer_methods.add_param_group_no_masters,
         "load_state_dict": _optimizer_state.load_state_dict,
     }
