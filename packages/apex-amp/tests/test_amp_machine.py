@@ -35,6 +35,20 @@ LIMIT = 64  # sums of gradients stay exact in bfloat16
 PICK, SEED = st.integers(0, 9), st.integers(0, 999)
 
 
+PASSES = st.fixed_dictionaries(
+    {
+        "zero": st.sampled_from([None, None, None, None, True, False]),
+        "seed": SEED,
+        "used": st.just(63) | st.integers(0, 63),
+        "loss_id": st.integers(0, 1),
+        "delay": st.booleans(),
+        "casts": st.sampled_from(["on", "on", "disabled", "inactive"]),
+        "overflow": st.sampled_from([None, None, None, None, None, "input", "loss", "gradient"]),
+        "value": st.sampled_from([torch.inf, -torch.inf, torch.nan]),
+    }
+)
+
+
 class Training(RefusedCalls, Watched):
     """What a training script does."""
 
@@ -60,15 +74,21 @@ class Training(RefusedCalls, Watched):
     # Iterations.
 
     @rule(
-        seed=SEED,
-        used=st.integers(0, 63),
-        loss_id=st.integers(0, 1),
-        delay=st.sampled_from([False, False, True]),
-        casts=st.sampled_from(["on", "on", "disabled", "inactive"]),
-        overflow=st.sampled_from([None, None, None, "input", "loss", "gradient"]),
-        value=st.sampled_from([torch.inf, -torch.inf, torch.nan]),
+        passes=st.lists(PASSES, min_size=1, max_size=4),
+        zero=st.sampled_from([None, True, False]),
+        steps=st.booleans(),
     )
-    def block(self, seed, used, loss_id, delay, casts, overflow, value):
+    def iteration(self, passes, zero, steps):
+        for arguments in passes:
+            self.one_pass(**arguments)
+        if zero is not None:
+            self.zero_grad(zero)
+        if steps:
+            self.step()
+
+    def one_pass(self, zero, seed, used, loss_id, delay, casts, overflow, value):
+        if zero is not None:
+            self.zero_grad(zero)
         if self.pending is not None:
             loss_id = self.pending  # with one scale
         if self.largest() > LIMIT:
@@ -89,6 +109,7 @@ class Training(RefusedCalls, Watched):
             if overflow == "gradient":
                 self.weights()[target].grad[seed % SIZE] = value
         self.after_block(inputs, loss_id, delay, overflow is not None)
+        self.agrees()
 
     def forward(self, inputs, casts):
         if casts == "disabled":
@@ -148,13 +169,6 @@ class Training(RefusedCalls, Watched):
                 plain.done = None
                 assert self.has_master(index) or index in self.frozen or self.skip
         self.skip = False
-
-    @rule(seed=SEED, used=st.integers(0, 63))
-    def iteration(self, seed, used):
-        """The usual one."""
-        self.zero_grad(True)
-        self.block(seed, used, 0, False, "on", None, 0.0)
-        self.step()
 
     @rule(set_to_none=st.booleans())
     def zero_grad(self, set_to_none):
@@ -236,7 +250,7 @@ def test_random_sequences_agree_with_the_model():
     run_state_machine_as_test(
         Training,
         settings=settings(
-            max_examples=examples or 100,
+            max_examples=examples or 80,
             stateful_step_count=25,
             derandomize=not examples,
             deadline=None,
