@@ -20,7 +20,7 @@ from .writes import register_writes
 if TYPE_CHECKING:  # the builder is imported at the first call: imports would take twice the time
     from .build import Op
 
-__all__ = ["BuildError", "OpLibrary"]
+__all__ = ["BuildError", "OpLibrary", "register_fake"]
 
 logger = logging.getLogger("apex")
 
@@ -65,7 +65,7 @@ class OpLibrary:
             self._torch_library.define(schema)
             overload = getattr(getattr(torch.ops, self.namespace), name).default
             checked = refusing_mixtures(overload, fake)
-            torch.library.register_fake(overload.name(), checked, lib=self._torch_library)
+            register_fake(self._torch_library, overload.name(), checked)
             register_writes(self._torch_library, overload)
             self._torch_library.impl(
                 name, self._stub(overload, folder), "CompositeExplicitAutograd"
@@ -222,9 +222,17 @@ class OpLibrary:
             )
 
 
-# For each fake kernel torch asks inspect which module registers it. Where inspect has no answer in
-# its cache, it looks at every module there is, which takes 3 ms after `import torch`.
-vars(inspect).get("modulesbyfile", {}).setdefault(inspect.getabsfile(OpLibrary.define), __name__)
+def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
+    """``torch.library.register_fake``, quickly at an import.
+
+    For each fake kernel torch asks inspect which module registers it: this one, and the line below
+    knows. Where inspect has no answer in its cache, it looks at every module there is, which takes
+    3 ms after ``import torch``.
+    """
+    torch.library.register_fake(name, fake, lib=library)
+
+
+vars(inspect).get("modulesbyfile", {}).setdefault(inspect.getabsfile(register_fake), __name__)
 
 
 def _op_in(folder: Path) -> Op:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._shared.native.library import register_fake
 from . import compute
 from .checks import check_recoverable
 from .decompositions import TABLE
@@ -73,7 +74,7 @@ def _define(schema: str) -> Callable[[Callable[..., Any]], Any]:
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
         # The function calls operators that have fake kernels.
-        torch.library.register_fake(f"apex::{name}", function, lib=_library)
+        register_fake(_library, f"apex::{name}", function)
         overload = getattr(torch.ops.apex, name).default
         TABLE[overload] = fakes[f"{name}_fake"] = function
         overload.__doc__ = function.__doc__
@@ -179,6 +180,25 @@ def fused_rms_norm_fwd(input, normalized_shape, eps, memory_efficient=False):
     return compute.rms_norm("fused_rms_norm", input, None, normalized_shape, eps, False)
 
 
+def _register_autograd(overload: Any, gradient: Any, setup_context: Any = None) -> None:
+    """``torch.library.register_autograd``, which makes its autograd function at the first call.
+
+    That function's class and dataclass take 0.5 ms, which an import does not wait for.
+    """
+
+    @functools.cache
+    def torchs_kernel() -> Callable[..., Any]:
+        from torch._library import autograd
+
+        return autograd.make_autograd_impl(overload, autograd.Info(gradient, setup_context))
+
+    def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
+        return torchs_kernel()(keyset, *arguments, **options)
+
+    name = overload.name().removeprefix("apex::")
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
 def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: bool) -> None:
     """Differentiate ``forward`` with respect to the input and ``parameters`` by ``backward``."""
 
@@ -206,7 +226,7 @@ def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: b
         dweights = [d if w is not None else None for d, w in zip(dweights, weights, strict=True)]
         return dx.to(ctx.x_dtype), *dweights, *rest
 
-    torch.library.register_autograd(forward, gradient, setup_context=setup_context, lib=_library)
+    _register_autograd(forward, gradient, setup_context)
 
 
 def _refuse_gradient(backward: Any) -> None:
@@ -218,7 +238,7 @@ def _refuse_gradient(backward: Any) -> None:
             "the functions and modules of apex.normalization, whose gradients can."
         )
 
-    torch.library.register_autograd(backward, gradient, lib=_library)
+    _register_autograd(backward, gradient)
 
 
 for _op in (
