@@ -1,10 +1,11 @@
-"""Our kernels serve every size in these tests; test_normalization_native.py is about torch's."""
+"""A fixture for tests that are about our kernels of layer norm, at sizes that go to torch's."""
 
 import pytest
 
 from apex.normalization.fused_layer_norm import native
 
 
-@pytest.fixture(autouse=True)
-def _ours_at_every_size(monkeypatch):
-    monkeypatch.setattr(native, "ROWS", 0)
+@pytest.fixture
+def our_kernels(monkeypatch):
+    """Our kernels serve every size, as they do beyond ``native.ELEMENTS``."""
+    monkeypatch.setattr(native, "ELEMENTS", 0)

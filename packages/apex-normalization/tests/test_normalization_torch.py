@@ -16,6 +16,8 @@ from apex.normalization.fused_layer_norm import (
 )
 from apex_testkit import FLOATS, HALVES, assert_compiles, opcheck_samples
 
+pytestmark = pytest.mark.usefixtures("our_kernels")
+
 EPS = 1e-5
 
 

@@ -14,6 +14,8 @@ from apex.normalization import (
     fused_add_rms_norm,
 )
 
+pytestmark = pytest.mark.usefixtures("our_kernels")
+
 C = 7  # columns
 
 

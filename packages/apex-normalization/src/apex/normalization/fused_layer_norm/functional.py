@@ -60,9 +60,10 @@ def fused_layer_norm_affine(
     Mean and biased variance are computed in float32 (float64 for float64 input), from deviations
     from a number near the row's mean, so that rows far from zero keep their accuracy.
 
-    On the CPU ``torch.layer_norm`` takes up to four rows of at least 32 columns and at most 65,536
-    elements in all, where it is twice as fast: see ``native.py``. Its results are as accurate,
-    unless a row's mean is several times its standard deviation.
+    On the CPU ``torch.layer_norm`` serves inputs of at most 65,536 elements, where it is faster: see
+    ``native.py``. Float32 results there are those of :class:`torch.nn.LayerNorm`, also where a
+    row's mean is many times its standard deviation, which costs its gradients accuracy;
+    ``FusedLayerNormAffineFunction.apply`` has our kernels at every size.
 
     Args:
         input: ``[..., *normalized_shape]``, float64, float32, float16 or bfloat16, any layout
@@ -132,7 +133,7 @@ def mixed_dtype_fused_layer_norm_affine(
     input with float32 weights is read and written directly; other pairs cost a cast.
     """
     if not memory_efficient:
-        y = native.layer_norm(input, weight, bias, normalized_shape, eps)
+        y = native.layer_norm(input, weight, bias, normalized_shape, eps, mixed=True)
         if y is not None:
             return y
     input, weight, bias = _autocast(input, weight, bias)

@@ -133,7 +133,7 @@ class FusedLayerNorm(_Norm):
 
     Note:
         ``state_dict`` has ``weight`` and ``bias``, as that of :class:`torch.nn.LayerNorm`. On the
-        CPU up to four rows go to ``torch.layer_norm``; see
+        CPU up to 65,536 elements go to ``torch.layer_norm``; see
         :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine`.
 
     Source:
