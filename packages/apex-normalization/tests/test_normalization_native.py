@@ -21,7 +21,7 @@ from apex_testkit.devices import runs_gpu_kernels
 EPS = 1e-5
 ELEMENTS, NARROW_ELEMENTS = 65_536, 8192
 # On either side of the limits, of wide and of 16-bit results.
-SHAPES = [(5, 4), (3, 31), (2, 2, 768), (64, 64), (2, NARROW_ELEMENTS // 2)]
+SHAPES = [(9, 16), (3, 31), (2, 2, 768), (64, 64), (2, NARROW_ELEMENTS // 2)]
 SHAPES += [(3, NARROW_ELEMENTS // 3 + 1), (1024, 64), (1, ELEMENTS)]
 SHAPES += [(1, ELEMENTS + 1), (5, ELEMENTS // 5 + 1), (1025, 64)]
 
