@@ -35,6 +35,20 @@ def along(vector, x, channel_last):
     return vector.reshape([-1 if d == dim else 1 for d in range(x.dim())])
 
 
+def one_way_not_finite(op):
+    """The operator, with NaN for infinities. The mean of infinities depends on the way it is found:
+    sums find an infinity, merged moments NaN. The variance is NaN either way."""
+
+    def run(**args):
+        return not_finite_to_nan(op(**args))
+
+    return run
+
+
+def not_finite_to_nan(tensors):
+    return [torch.where(t.isfinite(), t, torch.nan) for t in tensors]
+
+
 def mean_var(rng):
     x, channel_last, *_ = operands(rng)
 
@@ -42,9 +56,10 @@ def mean_var(rng):
         rows = columns(a["input"], a["channel_last"])
         if rows.shape[1] == 0:
             return {"result": [rows.new_zeros(len(rows))] * 2}
-        return {"result": [rows.mean(1), rows.var(1, correction=0)]}
+        return {"result": not_finite_to_nan([rows.mean(1), rows.var(1, correction=0)])}
 
-    return Call(ops.welford_mean_var, {"input": x, "channel_last": channel_last}, expected)
+    run = one_way_not_finite(ops.welford_mean_var)
+    return Call(run, {"input": x, "channel_last": channel_last}, expected)
 
 
 def merge(rng):
@@ -63,9 +78,10 @@ def merge(rng):
         n, var = count.sum(), a["biased_var"].reshape(mean.shape)
         total = (mean * count).sum(0) / n
         biased = ((var + (mean - total) ** 2) * count).sum(0) / n
-        return {"result": [total, biased * n / (n - 1), torch.rsqrt(biased + a["eps"])]}
+        moments = [total, biased * n / (n - 1), torch.rsqrt(biased + a["eps"])]
+        return {"result": not_finite_to_nan(moments)}
 
-    return Call(ops.welford_parallel, args, expected)
+    return Call(one_way_not_finite(ops.welford_parallel), args, expected)
 
 
 def forward(rng):
