@@ -54,6 +54,26 @@ def test_overlaps_are_refused(flag):
     assert torch.equal(base, torch.arange(6.0))
 
 
+def test_one_overlap_among_many_is_found(flag):
+    """In lists of any order: long ones are sorted in another way than short ones."""
+    memory = torch.zeros(2, 400, 8)
+    inputs, outputs = ([*half.view(-1).split(8)] for half in memory)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(0)).tolist()
+    far = [torch.zeros(2**18 + i) for i in range(3)]  # of the allocator's other places
+    inputs = [inputs[i] for i in order] + [t.clone() for t in far]
+    outputs = [outputs[i] for i in order] + far
+    multi_tensor_scale(inputs, outputs, flag, 2.0)
+    for index in (0, 123, 399):
+        spoiled = [*inputs]
+        spoiled[index] = outputs[(index + 200) % 400]
+        with pytest.raises(RuntimeError, match=rf"shares memory with inputs\[{index}\]"):
+            multi_tensor_scale(spoiled, outputs, flag, 2.0)
+        spoiled = [*outputs]
+        spoiled[index] = outputs[402][5:13]
+        with pytest.raises(RuntimeError, match=rf"outputs\[({index}|402)\] .* outputs\["):
+            multi_tensor_scale(inputs, spoiled, flag, 2.0)
+
+
 def test_in_place_is_no_overlap(flag):
     base = torch.arange(6.0)
     parts = [base[:2], base[2:2], base[2:]]
