@@ -36,12 +36,12 @@ class Watched(RuleBasedStateMachine):
         norms, frozen, window = (spec.pop(name) for name in ("norms", "frozen", "window"))
         self.half = HALVES.get(self.level)
         model = Net([Layer(is_norm, i) for i, is_norm in enumerate(norms)])
-        self.plain = [Plain(layer.weight.detach().clone(), 0.125) for layer in model]
+        self.plain = [Plain(layer.weight.detach().clone(), 2**-9) for layer in model]
         self.frozen = {i for i in range(1, len(norms)) if frozen >> i & 1}
         for index in self.frozen:
             model[index].weight.requires_grad_(False)
         weights = [layer.weight for layer in model]
-        optimizer = self.make(weights, lr=0.125, momentum=MOMENTUM)
+        optimizer = self.make(weights, lr=2**-9, momentum=MOMENTUM)
         self.model, self.optimizer = amp.initialize(
             model, optimizer, opt_level=self.level, num_losses=2, verbosity=0, **spec
         )
