@@ -39,6 +39,7 @@ class Recording(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, result))
         return result
 
+    @torch.no_grad()  # as the step was
     def replay(self) -> None:
         """Run all calls again; results go where those of the recorded calls are."""
         for func, args, kwargs, before in self.calls:
