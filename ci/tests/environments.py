@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+from importlib import metadata
 from pathlib import Path
 
 from ci.workspace import PACKAGES, ROOT, files
@@ -61,8 +62,15 @@ class Environment:
         self.python = folder / "bin" / "python"
         run("uv", "venv", "--quiet", "--python", sys.executable, folder)
         (self.site,) = folder.glob("lib/python*/site-packages")
+        # amp_C.py and other modules at the top level have names of their own.
+        ours = {
+            file.parts[0]
+            for each in metadata.distributions()
+            if each.name in PACKAGES
+            for file in each.files or ()
+        }
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
-            if "apex" not in entry.name.lower() and entry.suffix != ".pth":
+            if "apex" not in entry.name.lower() and not {entry.name, entry.suffix} & {*ours, ".pth"}:
                 target = self.site / entry.name
                 if not target.exists():
                     target.symlink_to(entry)

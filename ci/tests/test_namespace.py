@@ -82,14 +82,18 @@ def test_missing_wheel_is_not_there(environment, source_wheels):
     ]
 
 
-def test_every_name_of_apex_with_all_wheels(environment, source_wheels):
+def test_every_name_of_apex_with_all_wheels(environment, source_wheels, monkeypatch):
     """A name moves from _NOT_BUILT to _WHEELS when it is built; both lists are checked here."""
+    monkeypatch.setenv("APEX_JIT", "0")
     environment.install(*source_wheels.values())
     for lists in (apex._WHEELS, apex._NOT_BUILT, apex._REPLACED):
         results = environment.results(*(f"import apex, {name}" for name in lists))
         for (name, wheel), result in zip(lists.items(), results, strict=True):
             if lists is apex._WHEELS:
-                assert result == "ok", name
+                # Extension modules of Apex are there only with their kernels.
+                no_kernels = f"ImportError: {name}: the kernels of "
+                extension = not name.startswith("apex") and result.startswith(no_kernels)
+                assert result == "ok" or extension, name
             elif lists is apex._REPLACED:
                 expected = f"{name} is not part of the Apex wheels. Use {wheel} instead."
                 assert result == f"ModuleNotFoundError: {expected}"

@@ -14,6 +14,8 @@ from apex.normalization.fused_layer_norm import (
     mixed_dtype_fused_rms_norm_affine,
 )
 
+pytestmark = pytest.mark.usefixtures("our_kernels")
+
 EPS = 1e-5
 SIGNATURES = {
     "forward": "input, normalized_shape, eps",

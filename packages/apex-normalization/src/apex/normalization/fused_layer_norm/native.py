@@ -9,13 +9,12 @@ A 16-bit call goes there in float32, with casts at both ends, where that is the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from .._shared.native.targets import is_emulating
 
 # Up to this many elements: beyond, ours is faster.
 ELEMENTS = 65_536
@@ -25,7 +24,6 @@ NARROW_ELEMENTS = 8192
 
 _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.float16, torch.bfloat16)
-_IS_EMULATING = is_emulating()  # a GPU, which then serves CPU tensors
 
 
 def layer_norm(
@@ -51,7 +49,7 @@ def layer_norm(
         if not 0 < x.numel() <= ELEMENTS:
             return None
         # Autocast has rules of its own.
-        if not x.is_cpu or x.is_nested or _IS_EMULATING or torch.is_autocast_enabled("cpu"):
+        if not x.is_cpu or x.is_nested or _is_emulating() or torch.is_autocast_enabled("cpu"):
             return None
         dtype = x.dtype
         if weight is None:
@@ -77,6 +75,14 @@ def layer_norm(
         return torch.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
     except (AttributeError, RuntimeError, TypeError):
         return None
+
+
+@functools.cache
+def _is_emulating() -> bool:
+    """Whether an emulated GPU serves CPU tensors."""
+    from .._shared.native.targets import is_emulating
+
+    return is_emulating()
 
 
 def _wanted(*tensors: Tensor | None) -> bool:
