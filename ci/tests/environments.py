@@ -70,7 +70,8 @@ class Environment:
             for file in each.files or ()
         }
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
-            if "apex" not in entry.name.lower() and not {entry.name, entry.suffix} & {*ours, ".pth"}:
+            is_ours = entry.name in ours or entry.suffix == ".pth"
+            if "apex" not in entry.name.lower() and not is_ours:
                 target = self.site / entry.name
                 if not target.exists():
                     target.symlink_to(entry)

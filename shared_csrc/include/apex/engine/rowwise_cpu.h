@@ -42,8 +42,8 @@ class Row {
   template <class S>
   WriteView<S> out(S* matrix) const {
     S* row = matrix + index_ * columns_;
-    int64_t row_bytes = columns_ * static_cast<int64_t>(sizeof(S));
-    return {row, columns_, can_stream(row, row_bytes, rows_ * row_bytes)};
+    int64_t row_bytes = columns_ * static_cast<int64_t>(sizeof(S)), bytes = rows_ * row_bytes;
+    return {row, columns_, can_stream(row, row_bytes, bytes) && is_backed(matrix, bytes)};
   }
   // A vector [columns] that all rows share.
   template <class S>
@@ -68,9 +68,7 @@ class Row {
   // stores go through the cache, in which the row is read next.
   template <class S, class F, class... Views>
   auto stage_result(int, S* matrix, const F& functor, const Views&... views) const {
-    auto stored = out(matrix);
-    stored.streamed = false;
-    each(functor, stored, views...);
+    each(functor, WriteView<S>{matrix + index_ * columns_, columns_}, views...);
     return in(static_cast<const S*>(matrix));
   }
 
@@ -210,6 +208,14 @@ class Row {
   }
 
  private:
+  // Whether a result has pages: its last, which is written last. Asked once, and of one result:
+  // several come from the same place.
+  bool is_backed(const void* matrix, int64_t bytes) const {
+    if (!is_asked_) is_backed_ = has_pages(static_cast<const char*>(matrix) + bytes - 1);
+    is_asked_ = true;
+    return is_backed_;
+  }
+
   // functor(sums, values...) of one column, whose first sum is at `first`.
   template <int N, class F, class... Values>
   APEX_HD void add_to(T* first, const F& functor, Values&... values) const {
@@ -272,6 +278,7 @@ class Row {
   int64_t index_ = 0, rows_, columns_;
   T* sums_;              // [kSums, columns] of this thread, or null
   bool paired_ = false;  // sums of whole packs lie by slot
+  mutable bool is_asked_ = false, is_backed_ = false;
 };
 
 template <class Context, class Program>

@@ -60,10 +60,11 @@ def fused_layer_norm_affine(
     Mean and biased variance are computed in float32 (float64 for float64 input), from deviations
     from a number near the row's mean, so that rows far from zero keep their accuracy.
 
-    On the CPU ``torch.layer_norm`` serves inputs of at most 65,536 elements, where it is faster:
-    see ``native.py``. Float32 results there are those of :class:`torch.nn.LayerNorm`, also where
-    a row's mean is many times its standard deviation, which costs its gradients accuracy;
-    ``FusedLayerNormAffineFunction.apply`` has our kernels at every size.
+    On the CPU ``torch.layer_norm`` serves inputs of at most 262,144 elements (65,536 of 16 bits) in
+    at most 1024 rows, where it is faster: see ``native.py``. Float32 results there are those of
+    :class:`torch.nn.LayerNorm`, also where a row's mean is many times its standard deviation, which
+    costs its gradients accuracy; ``FusedLayerNormAffineFunction.apply`` has our kernels at every
+    size.
 
     Args:
         input: ``[..., *normalized_shape]``, float64, float32, float16 or bfloat16, any layout

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import native
 from .checks import as_shape, check_eps, mixed_options
 from .functional import (
     fused_layer_norm,
@@ -73,9 +74,7 @@ class _Norm(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(
-            *args, **kwargs
-        )  # which may put other tensors into their place
+        super()._load_from_state_dict(*args, **kwargs)  # which may put other tensors into place
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
@@ -133,7 +132,7 @@ class FusedLayerNorm(_Norm):
 
     Note:
         ``state_dict`` has ``weight`` and ``bias``, as that of :class:`torch.nn.LayerNorm`. On the
-        CPU up to 65,536 elements go to ``torch.layer_norm``; see
+        CPU small inputs go to ``torch.layer_norm``; see
         :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine`.
 
     Source:
@@ -177,12 +176,18 @@ class FusedLayerNorm(_Norm):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight  # looked up once: that takes a while
+        parameters = self._parameters  # attributes of modules take a while to look up
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized, or views of a flat parameter
+            weight, bias = self.weight, self.bias
+        shape, eps, efficient = self.normalized_shape, self.eps, self.memory_efficient
+        y = None if efficient else native.layer_norm(input, weight, bias, shape, eps)
+        if y is not None:
+            return y
         if weight is None:
-            return fused_layer_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_layer_norm_affine(
-            input, weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
-        )
+            return fused_layer_norm(input, shape, eps, efficient)
+        return fused_layer_norm_affine(input, weight, bias, shape, eps, efficient)
 
 
 class FusedRMSNorm(_Norm):
@@ -233,12 +238,10 @@ class FusedRMSNorm(_Norm):
             nn.init.ones_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
+        weight, options = self.weight, (self.normalized_shape, self.eps, self.memory_efficient)
         if weight is None:
-            return fused_rms_norm(input, self.normalized_shape, self.eps, self.memory_efficient)
-        return fused_rms_norm_affine(
-            input, weight, self.normalized_shape, self.eps, self.memory_efficient
-        )
+            return fused_rms_norm(input, *options)
+        return fused_rms_norm_affine(input, weight, *options)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

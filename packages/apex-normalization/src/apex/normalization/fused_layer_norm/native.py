@@ -1,10 +1,11 @@
-"""Where layer normalization is torch's: up to 65,536 elements on the CPU.
+"""Where layer normalization is torch's: small tensors on the CPU.
 
 A call of ours costs Python (checks, an autograd function) where torch's is C++. A choice of
 algorithm by size, as measured by the benchmark norm_sizes.
 
-Never torch's 16-bit kernel: its backward adds rows up in 16 bits, and keeps mean and rstd in them.
-A 16-bit call goes there in float32, with casts at both ends, where that is the faster way.
+torch's 16-bit results are as good as ours, its 16-bit gradients are not: those of weight and bias
+are summed over rows in 16 bits, and mean and rstd are kept in 16 bits unless the weight is float32.
+So for a single row the weight is cast, and for several all is.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import torch
 from torch import Tensor
 
 # Up to this many elements: beyond, ours is faster.
-ELEMENTS = 65_536
-# The same for 16-bit results, whose casts cost more the larger the tensors. Only with gradients:
-# without, our forward is as fast at every size.
-NARROW_ELEMENTS = 8192
+ELEMENTS = 262_144
+NARROW_ELEMENTS = 65_536  # of 16 bits
+CAST_ELEMENTS = 8192  # of 16 bits, cast to float32 and back
+# Up to this many rows: torch adds them up one by one, which loses accuracy.
+ROWS = 1024
 
 _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.float16, torch.bfloat16)
+_INF = math.inf
+_is_traced = torch.compiler.is_dynamo_compiling  # what other tracers pass is no plain Tensor
+_is_autocast_enabled = torch.is_autocast_enabled
 
 
 def layer_norm(
@@ -44,37 +49,51 @@ def layer_norm(
     try:
         # Before its size is looked at: that would be a guard in compiled code, which keeps our
         # operators whole.
-        if type(x) is not Tensor or torch.compiler.is_compiling():
-            return None
-        if not 0 < x.numel() <= ELEMENTS:
+        if type(x) is not Tensor or _is_traced() or not 0 < x.numel() <= ELEMENTS:
             return None
         # Autocast has rules of its own.
-        if not x.is_cpu or x.is_nested or _is_emulating() or torch.is_autocast_enabled("cpu"):
+        if not x.is_cpu or x.is_nested or _is_autocast_enabled("cpu") or _is_emulating():
             return None
-        dtype = x.dtype
-        if weight is None:
-            if bias is not None:
-                return None
-        else:
-            if bias is not None and bias.dtype != weight.dtype:
-                return None
-            if weight.dtype != dtype:
-                if not mixed or weight.dtype != torch.float32 or dtype not in _NARROW:
-                    return None
-                x, dtype = x.float(), torch.float32
-        if not 0 <= eps < math.inf:
+        if not 0 <= eps < _INF or (weight is None and bias is not None):
             return None
         if isinstance(shape, int):
             shape = (shape,)
-        if dtype in _WIDE:
-            return torch.layer_norm(x, shape, weight, bias, eps)
-        if dtype not in _NARROW or x.numel() > NARROW_ELEMENTS or not _wanted(x, weight, bias):
+        if x.numel() > ROWS * math.prod(shape):
             return None
-        weight = None if weight is None else weight.float()
-        bias = None if bias is None else bias.float()
-        return torch.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
+        if x.dtype in _WIDE:  # with weights of the same: torch refuses others
+            return torch.layer_norm(x, shape, weight, bias, eps)
+        return _narrow(x, weight, bias, shape, eps, mixed)
     except (AttributeError, RuntimeError, TypeError):
         return None
+
+
+def _narrow(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: Sequence[int],
+    eps: float,
+    mixed: bool,
+) -> Tensor | None:
+    """The same for 16-bit ``x``."""
+    dtype = x.dtype
+    if dtype not in _NARROW or x.numel() > NARROW_ELEMENTS:
+        return None
+    if weight is not None and weight.dtype != dtype:
+        return torch.layer_norm(x.float(), shape, weight, bias, eps) if mixed else None
+    if bias is not None and bias.dtype != dtype:
+        return None
+    if not torch.is_grad_enabled():
+        return torch.layer_norm(x, shape, weight, bias, eps)
+    parameters = [t for t in (weight, bias) if t is not None]
+    is_row = x.numel() == math.prod(shape)
+    if parameters and (is_row or not any(t.requires_grad for t in parameters)):
+        bias = None if bias is None else bias.float()
+        return torch.layer_norm(x, shape, weight.float(), bias, eps)
+    if x.numel() > CAST_ELEMENTS:
+        return None
+    weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    return torch.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
 
 
 @functools.cache
@@ -83,8 +102,3 @@ def _is_emulating() -> bool:
     from .._shared.native.targets import is_emulating
 
     return is_emulating()
-
-
-def _wanted(*tensors: Tensor | None) -> bool:
-    """Whether any of these gets a gradient."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
