@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
-from ._cast_functions import cast_functions, replaced
-from ._cast_rules import cast_rules
-from ._cpu_fp16 import float16_through_float32
-from ._list_changes import WIDEST, Registry, list_changes
-from ._nested import applier
+from .casting.cpu_float16 import float16_through_float32
+from .casting.functions import cast_functions, replaced
+from .casting.list_changes import WIDEST, Registry, list_changes
+from .casting.nested import applier
+from .casting.rules import cast_rules
 from .handle import AmpHandle, NoOpHandle
 from .utils import verbosify
 

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state, maybe_print
-from ._checks import (
+from ._initialize import _initialize
+from ._process_optimizer import check_is_unprocessed
+from .amp import replace_handle
+from .casting.levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from .gradients.scaler_state import parsed
+from .handle import NoOpHandle
+from .masters.checks import (
     check_masters_are_apart,
     check_models,
     check_optimizers,
     check_params_fp32,
 )
-from ._initialize import _initialize
-from ._process_optimizer import check_is_unprocessed
-from ._properties import O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from ._scaler_state import parsed
-from .amp import replace_handle
-from .handle import NoOpHandle
 
 __all__ = [
     "O0",

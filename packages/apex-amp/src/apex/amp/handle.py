@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
-from ._cast_functions import static_or_class_method
-from ._casting import Casting, device_types_in_use
-from ._scaling import (
+from .casting.autocast import Casting, device_types_in_use
+from .casting.functions import static_or_class_method
+from .gradients.scale_loss import (
     gradients_aside,
     have_masters,
     note_iteration,

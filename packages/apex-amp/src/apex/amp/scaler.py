@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._amp_c import AmpCFunction
-from ._sharding import meshes_of, share_flags
-from ._unscale_python import (
+from .gradients.amp_c import AmpCFunction
+from .gradients.unscale_python import (
     PythonUnscaling,
     axpby_check_overflow_python,
     scale_check_overflow_python,
 )
+from .masters.sharding import meshes_of, share_flags
 from .multi_tensor.lists import axpby_lists, scale_lists
 
 _Findings = tuple[tuple[Any, ...], bool, dict[torch.device, Tensor]]

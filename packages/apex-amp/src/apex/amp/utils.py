@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._cast_functions import static_or_class_method
-from ._flat_weights import cast_into, flat_size
+from .casting.flat_weights import cast_into, flat_size
+from .casting.functions import static_or_class_method
 from .compat import is_floating_point
 from .handle import AmpHandle
 

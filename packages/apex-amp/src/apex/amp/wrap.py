@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from . import utils
-from ._flat_weights import flat_size
-from ._rnn_functions import replaceable_functions
+from .casting.flat_weights import flat_size
+from .casting.rnn_functions import replaceable_functions
 from .handle import AmpHandle
 
 Function = Callable[..., Any]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .fp16_optimizer import FP16_Optimizer
-
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def add_masters(self: FP16_Optimizer) -> None:
+def add_masters(self: Any) -> None:
     """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
 
     Parameters that need no gradients are left out. Called again, it takes in those that do by then,
@@ -52,7 +49,7 @@ def add_masters(self: FP16_Optimizer) -> None:
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
-def _put_master(self: FP16_Optimizer, params: list[Tensor], i: int) -> Tensor:
+def _put_master(self: Any, params: list[Tensor], i: int) -> Tensor:
     """Let the optimizer step on a master instead of ``params[i]``; returns it."""
     param = params[i]
     params[i] = master = param.detach().float().requires_grad_()
@@ -61,7 +58,7 @@ def _put_master(self: FP16_Optimizer, params: list[Tensor], i: int) -> Tensor:
     return master
 
 
-def adopt_unfrozen(self: FP16_Optimizer) -> None:
+def adopt_unfrozen(self: Any) -> None:
     """Take in parameters that needed no gradients so far, and do now.
 
     Else the optimizer would step on their scaled gradients, in 16 bits.
@@ -72,7 +69,7 @@ def adopt_unfrozen(self: FP16_Optimizer) -> None:
         add_masters(self)
 
 
-def _check_dtypes(self: FP16_Optimizer) -> None:
+def _check_dtypes(self: Any) -> None:
     for g, group in enumerate(self.optimizer.param_groups):
         for i, param in enumerate(group["params"]):
             if param.requires_grad and param.dtype not in (*_HALVES, torch.float32):
@@ -82,7 +79,7 @@ def _check_dtypes(self: FP16_Optimizer) -> None:
                 )
 
 
-def clear_grads(self: FP16_Optimizer, drop: bool) -> None:
+def clear_grads(self: Any, drop: bool) -> None:
     """Zero or drop the gradients of all that the optimizer steps on, and of the model."""
     own = [param for group in self.optimizer.param_groups for param in group["params"]]
     for param in (*own, *self.all_fp16_params):
@@ -93,7 +90,7 @@ def clear_grads(self: FP16_Optimizer, drop: bool) -> None:
 
 
 @torch.no_grad()
-def rescale_grads(self: FP16_Optimizer) -> None:
+def rescale_grads(self: Any) -> None:
     """Bring gradients of earlier passes to the scale of the next one, which adds to them.
 
     Those of float32 parameters have been unscaled in place, and the loss scale may have changed.
@@ -105,7 +102,7 @@ def rescale_grads(self: FP16_Optimizer) -> None:
 
 
 @torch.no_grad()
-def unscale_grads(self: FP16_Optimizer) -> None:
+def unscale_grads(self: Any) -> None:
     """Write the masters' gradients, unscale those of float32 parameters in place."""
     grads, master_grads = [], []
     for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state
-from ._checks import is_optimizer
-from .scaler import LossScaler
+from .._amp_state import _amp_state
+from ..masters.checks import is_optimizer
+from ..scaler import LossScaler
 
 
 def optimizer_list(optimizers: Any) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def _sharded_types(tensors: Iterable[Tensor]) -> set[type]:
@@ -62,16 +61,3 @@ def share_flags(flags: Iterable[Tensor], meshes: Iterable[Any]) -> None:
 def has_shards(model: torch.nn.Module) -> bool:
     """Whether a parameter of ``model`` is a DTensor."""
     return bool(_sharded_types(model.parameters()))
-
-
-def convert_sharded_network(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """As ``fp16_utils.convert_network``, through the one method by which FSDP2 notices."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]
-    kept = {id(t) for norm in norms for t in (*norm.parameters(), *norm.buffers())}
-    kept |= {id(p.grad) for norm in norms for p in norm.parameters() if p.grad is not None}
-
-    def cast(tensor: Tensor) -> Tensor:
-        is_left = id(tensor) in kept or not tensor.is_floating_point()
-        return tensor if is_left else tensor.to(dtype)
-
-    model._apply(cast)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .lists import functional_overrides, tensor_overrides, torch_overrides
+from ..lists import functional_overrides, tensor_overrides, torch_overrides
 
 WIDEST = "widest"  # among the dtypes of the arguments
 # (id of module, name) -> (module, target): a dtype, WIDEST, or None for no cast at all.

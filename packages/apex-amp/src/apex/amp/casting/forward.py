@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state
-from ._nested import applier, to_type
+from .._amp_state import _amp_state
+from .nested import applier, to_type
 
 
 class AmpForward:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._amp_state import _amp_state
-from ._debug_report import DebugReport, Iteration, ModuleRecord, NonFinite
+from .._amp_state import _amp_state
+from .report import DebugReport, Iteration, ModuleRecord, NonFinite
 
 __all__ = ["debug"]
 
@@ -33,7 +33,7 @@ def debug(models: Any = None) -> Iterator[DebugReport]:
         models: a module or a list of modules; default: those of the last ``amp.initialize``.
 
     Yields:
-        A :class:`~apex.amp._debug_report.DebugReport`, which fills while the block runs and
+        A :class:`~apex.amp.debugging.report.DebugReport`, which fills while the block runs and
         stays valid after it.
 
     Raises:

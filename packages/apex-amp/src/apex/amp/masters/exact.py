@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._sharding import local
+from .sharding import local
 
 HALVES = (torch.float16, torch.bfloat16)
 # A 16-bit parameter's float32 value, as an attribute: the master, or what a checkpoint brought

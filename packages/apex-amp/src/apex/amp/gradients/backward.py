@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._sharding import is_sharded
-from .scaler import LossScaler
+from ..masters.sharding import is_sharded
+from ..scaler import LossScaler
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 Scales = tuple[float, float, float]  # of the new gradients, of the stashed ones, of the result

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ._masters import HALVES
-from ._sharding import is_sharded
+from .exact import HALVES
+from .sharding import is_sharded
 
 # State that has an element for each of its parameter's, in optimizers of these packages.
 _ELEMENTWISE = {

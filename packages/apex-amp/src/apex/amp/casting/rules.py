@@ -1,9 +1,9 @@
 """Casts that torch's autocast lacks on one device or all, and functions that amp refuses.
 
-What a function does under O1 and O4 must not depend on the device, and is what :mod:`.lists` says.
-Autocast's lists on CUDA nearly agree with it (docs: "Automatic Mixed Precision package", CUDA
-op-specific behaviour); the first tables hold what is missing there, too, the others what the CPU's
-autocast lacks in comparison.
+A function under O1 and O4 does the same on every device: what :mod:`apex.amp.lists` says.
+Autocast's lists on CUDA nearly agree with that (docs: "Automatic Mixed Precision package", CUDA
+op-specific behaviour). The first tables hold what CUDA lacks, too; the others hold what the CPU's
+autocast lacks in comparison with CUDA's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .lists import functional_overrides
+from ..lists import functional_overrides
 
 # On every device: run in float32,
 _FLOAT32_EVERYWHERE = (

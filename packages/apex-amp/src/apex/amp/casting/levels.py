@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._amp_state import warn_or_err
+from .._amp_state import warn_or_err
 
 _PATCH_DTYPES = {"O1": torch.float16, "O4": torch.bfloat16}
 _PATCHING = "/".join(_PATCH_DTYPES)

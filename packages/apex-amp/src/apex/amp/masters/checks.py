@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._amp_state import warn_or_err
+from .._amp_state import warn_or_err
 
 _HALVES = (torch.float16, torch.bfloat16)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ._amp_c import AmpCAttributes
-from ._masters import HALVES
+from ..masters.exact import HALVES
+from .amp_c import AmpCAttributes
 
 __all__ = ["AmpOptimizerState"]
 

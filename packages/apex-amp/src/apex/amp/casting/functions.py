@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ._nested import applier, to_type
+from .nested import applier, to_type
 
 # Functions of several ops, some of which would run in 16 bits.
 _FLOAT32_FUNCTIONS = ((F, "interpolate"), (F, "multilabel_soft_margin_loss"))

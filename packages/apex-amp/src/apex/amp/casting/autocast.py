@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._amp_state import maybe_print
-from ._cast_functions import replaced
+from .._amp_state import maybe_print
+from .functions import replaced
 
 # torch 2.10 also keeps a cast made under no_grad, and gives it to code that needs gradients.
 _CACHE_MINDS_GRAD_MODE = torch.__version__ >= (2, 11)
