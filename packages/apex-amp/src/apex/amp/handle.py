@@ -285,8 +285,8 @@ class AmpHandle:
 
 
 def _after_fork_in_child() -> None:
-    # A child of fork inherits the thread's autocast state. It most often is a data loader's worker,
-    # whose transforms must not run in 16 bits; models called there still cast.
+    # A forked child inherits the thread's autocast state. Most such children are workers of a data
+    # loader, whose transforms must not run in 16 bits. Models that are called there still cast.
     handle = getattr(_amp_state, "handle", None)
     if handle is not None:
         handle._leave_thread()

@@ -19,7 +19,7 @@ __all__ = ["OptimWrapper"]
 class OptimWrapper:
     """An optimizer with a dynamic loss scale for each of the losses of an iteration.
 
-    What is not listed here is the optimizer's: attributes are passed through.
+    All other attributes are the optimizer's.
 
     Args:
         optimizer: any torch optimizer; it is not changed.
@@ -49,7 +49,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Scale a loss for its backward pass; unscale the gradients, and add them to what was.
+        """Scale a loss for its backward pass; unscale the gradients, and add them to earlier ones.
 
         Args:
             loss: the next of the iteration's losses.

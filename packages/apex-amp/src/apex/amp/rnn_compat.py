@@ -1,4 +1,4 @@
-"""What scripts import to meddle with torch's recurrent functions; amp itself casts them elsewhere.
+"""Lets scripts replace torch's recurrent functions; amp itself casts those elsewhere.
 
 Under O1 and O4 recurrent layers and cells run in 16 bits by rules of torch's dispatcher
 (:mod:`.casting.rules`), which see cuDNN's flat weights, too.

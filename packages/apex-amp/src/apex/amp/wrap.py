@@ -1,7 +1,7 @@
 """Wrappers around functions of a module that cast arguments while a handle's casts are on.
 
 For scripts that import them; amp's own casts go through torch's autocast. A wrapped function is
-restored when the handle is deactivated. None of these is for functions inside of a compiled model.
+restored when the handle is deactivated. Do not use them on functions inside of a compiled model.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 def add_masters(self: Any) -> None:
     """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
 
-    Parameters that need no gradients are left out. Called again, it takes in those that do by then,
-    in their place among the others: a checkpoint has the masters in the groups' order.
+    Parameters that need no gradients are left out. A later call takes in those that need them by
+    then. They get their place among the others, because checkpoints follow the groups' order.
 
     Raises:
         TypeError: a parameter that needs gradients is of another dtype; nothing is changed then.
@@ -61,7 +61,7 @@ def _put_master(self: Any, params: list[Tensor], i: int) -> Tensor:
 def adopt_unfrozen(self: Any) -> None:
     """Take in parameters that needed no gradients so far, and do now.
 
-    Else the optimizer would step on their scaled gradients, in 16 bits.
+    Otherwise the optimizer would step on their scaled gradients, in 16 bits.
     """
     listed = (*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params)
     needed = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -93,7 +93,7 @@ def clear_grads(self: Any, drop: bool) -> None:
 def rescale_grads(self: Any) -> None:
     """Bring gradients of earlier passes to the scale of the next one, which adds to them.
 
-    Those of float32 parameters have been unscaled in place, and the loss scale may have changed.
+    Gradients of float32 parameters were unscaled in place, and the loss scale may have changed.
     """
     scale = self.loss_scale
     _multiply(self.all_fp16_params, scale / self._model_grads_scale)

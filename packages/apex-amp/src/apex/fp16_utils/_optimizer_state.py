@@ -51,7 +51,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _parsed(entry: Any) -> tuple[float, int]:
-    """The scale and count; checkpoints of before held the scaler itself."""
+    """The scale and count; checkpoints of older versions hold the scaler itself."""
     if isinstance(entry, LossScaler):
         return entry.loss_scale(), entry._unskipped
     try:

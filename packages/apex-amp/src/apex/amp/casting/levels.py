@@ -13,7 +13,7 @@ _PATCHING = "/".join(_PATCH_DTYPES)
 
 
 class Properties:
-    """The options in force, with the rules of which goes with which opt level.
+    """The options in force, and the rules that say which of them an opt level allows.
 
     Attributes (all are checked on assignment):
         enabled: False if amp does nothing.

@@ -1,4 +1,4 @@
-"""What a script has changed in :mod:`apex.amp.lists`: those functions are treated as registered."""
+"""Finds what a script has changed in :mod:`apex.amp.lists`; amp takes it as registrations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHIPPED = {patch_type: _targets(patch_type) for patch_type in _LOWER_LISTS}
 
 
 def list_changes(patch_type: torch.dtype) -> Registry:
-    """The functions whose list is not the one that they were shipped in.
+    """The functions that a script has put into another list, or has added or removed.
 
     Raises:
         ValueError: a list names a function that its module does not have.

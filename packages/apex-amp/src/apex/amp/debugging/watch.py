@@ -26,8 +26,8 @@ def debug(models: Any = None) -> Iterator[DebugReport]:
     """Watch training in a block: dtypes, the first inf or NaN of each iteration, loss scales.
 
     Every module's outputs and every gradient in the backward pass are tested, which makes a GPU
-    wait each time: for a few iterations, not for a whole run. Numbers are not changed. Modules that
-    run compiled are not seen inside.
+    wait each time: use it for a few iterations, not for a whole run. Numbers do not change. It does
+    not see inside modules that run compiled.
 
     Args:
         models: a module or a list of modules; default: those of the last ``amp.initialize``.

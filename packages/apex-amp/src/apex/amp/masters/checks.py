@@ -78,7 +78,7 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Ten
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Raise for an ``FP16_Optimizer``, for what is no optimizer, and for a second initialization.
+    """Refuse an ``FP16_Optimizer``, what is not an optimizer, and a second initialization.
 
     Raises:
         RuntimeError: an ``FP16_Optimizer``, or an optimizer that amp has processed before.

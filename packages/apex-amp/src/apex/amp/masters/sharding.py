@@ -13,7 +13,7 @@ from torch import Tensor
 def _sharded_types(tensors: Iterable[Tensor]) -> set[type]:
     """The classes among ``tensors`` that are DTensors; quick, for lists of thousands."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None:  # what defines them takes long to import, and was not: there are none
+    if module is None:  # nothing imported the module that defines them, so there are none
         return set()
     return {kind for kind in set(map(type, tensors)) if issubclass(kind, module.DTensor)}
 
