@@ -13,9 +13,9 @@ from ._amp_state import _amp_state
 from ._process_optimizer import _process_optimizer
 from .amp import init, replace_handle, route_cpu_float16
 from .casting.autocast import device_types_in_use
+from .casting.casts import applier, to_type
 from .casting.forward import AmpForward
 from .casting.levels import Properties
-from .casting.nested import applier, to_type
 from .handle import NoOpHandle
 from .masters.checks import check_models, check_optimizers, check_params_fp32
 from .masters.convert import convert_network, convert_sharded_network

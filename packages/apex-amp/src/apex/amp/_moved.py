@@ -14,7 +14,7 @@ _PLACES = {
     "apex.amp._forward": "apex.amp.casting.forward",
     "apex.amp._grads": "apex.amp.gradients.backward",
     "apex.amp._masters": "apex.amp.masters.exact",
-    "apex.amp._nested": "apex.amp.casting.nested",
+    "apex.amp._nested": "apex.amp.casting.casts",
     "apex.amp._properties": "apex.amp.casting.levels",
     "apex.amp._rnn_functions": "apex.amp.casting.rnn_functions",
     "apex.amp._stash": "apex.amp.gradients.stash",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .casting.casts import HALVES
 from .casting.levels import Properties
 from .gradients import backward
 from .gradients.backward import (
@@ -22,7 +23,7 @@ from .gradients.backward import (
 )
 from .gradients.stash import AmpOptimizerState
 from .masters import optimizer_methods, optimizer_state
-from .masters.exact import HALVES, make_master
+from .masters.exact import make_master
 from .multi_tensor.lists import scale_lists
 
 __all__ = [

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
+from .casting.casts import applier
 from .casting.cpu_float16 import float16_through_float32
 from .casting.functions import cast_functions, replaced
 from .casting.list_changes import WIDEST, Registry, list_changes
-from .casting.nested import applier
 from .casting.rules import cast_rules
 from .handle import AmpHandle, NoOpHandle
 from .utils import verbosify

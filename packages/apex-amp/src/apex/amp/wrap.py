@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from . import utils
+from .casting.casts import HALVES
 from .casting.flat_weights import flat_size
 from .casting.rnn_functions import replaceable_functions
 from .handle import AmpHandle
 
 Function = Callable[..., Any]
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def make_cast_wrapper(
@@ -258,7 +258,7 @@ def _dtypes(values: Any) -> list[torch.dtype]:
 
 
 def _has_halves(dtypes: list[torch.dtype]) -> bool:
-    return any(dtype in _HALVES for dtype in dtypes)
+    return any(dtype in HALVES for dtype in dtypes)
 
 
 def _to_widest(values: Any, cast_fn: utils.Cast) -> utils.Cast | None:

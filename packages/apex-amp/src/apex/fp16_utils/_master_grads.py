@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_HALVES = (torch.float16, torch.bfloat16)
+from ..amp.casting.casts import HALVES
 
 
 def add_masters(self: Any) -> None:
@@ -34,7 +34,7 @@ def add_masters(self: Any) -> None:
                 from_fp32.append(param)
             elif param.requires_grad:
                 param.grad = None
-                if param.dtype in _HALVES:
+                if param.dtype in HALVES:
                     fp16.append(param)
                     from_fp16.append(_put_master(self, group["params"], i))
                 else:
@@ -72,7 +72,7 @@ def adopt_unfrozen(self: Any) -> None:
 def _check_dtypes(self: Any) -> None:
     for g, group in enumerate(self.optimizer.param_groups):
         for i, param in enumerate(group["params"]):
-            if param.requires_grad and param.dtype not in (*_HALVES, torch.float32):
+            if param.requires_grad and param.dtype not in (*HALVES, torch.float32):
                 raise TypeError(
                     f"FP16_Optimizer: param_groups[{g}]['params'][{i}] is {param.dtype} on "
                     f"{param.device}; expected float16, bfloat16 or float32."

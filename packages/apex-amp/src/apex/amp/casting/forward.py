@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._amp_state import _amp_state
-from .nested import applier, to_type
+from .casts import applier, to_type
 
 
 class AmpForward:

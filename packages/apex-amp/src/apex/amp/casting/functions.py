@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .nested import applier, to_type
+from .casts import HALVES, applier, to_float32, to_type
 
 # Functions of several ops, some of which would run in 16 bits.
 _FLOAT32_FUNCTIONS = ((F, "interpolate"), (F, "multilabel_soft_margin_loss"))
@@ -26,7 +26,6 @@ _OPERATORS = (
     *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rdiv__"),
     *("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"),
 )
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @contextlib.contextmanager
@@ -82,7 +81,7 @@ def _casts(tensor: Any) -> bool:
     """Whether the tensor is in 16 bits, and casts are on in this thread for its device."""
     return (
         isinstance(tensor, torch.Tensor)
-        and tensor.dtype in _HALVES
+        and tensor.dtype in HALVES
         and tensor.device.type != "meta"  # which has no autocast
         and torch.is_autocast_enabled(tensor.device.type)
     )
@@ -128,8 +127,8 @@ def _with_scalars(function: Callable) -> Callable:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values()) if kwargs else args
         if len(operands) > 1 and _meets_scalar(operands[0], operands[1]):
-            args = tuple(map(_to_float32, args))
-            kwargs = {k: v if k == "out" else _to_float32(v) for k, v in kwargs.items()}
+            args = tuple(map(to_float32, args))
+            kwargs = {k: v if k == "out" else to_float32(v) for k, v in kwargs.items()}
         return function(*args, **kwargs)
 
     name = function.__name__
@@ -146,8 +145,3 @@ def _meets_scalar(a: Any, b: Any) -> bool:
         return False
     scalar, tensor = (b, a) if a.dim() else (a, b)
     return scalar.dtype is torch.float32 and _casts(tensor)
-
-
-def _to_float32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in _HALVES
-    return value.float() if is_half else value

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..lists import functional_overrides
+from .casts import HALVES, to_float32
 
 # On every device: run in float32,
 _FLOAT32_EVERYWHERE = (
@@ -67,7 +68,6 @@ _AS_GIVEN = (
     *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
 )
 _BANNED = "binary_cross_entropy"
-_HALVES = (torch.float16, torch.bfloat16)
 
 Cast = Callable[[Any], Any]
 
@@ -111,7 +111,7 @@ def _banned(device_type: str, allow_banned: bool) -> Callable[..., torch.Tensor]
         with without_autocast:
             if text is None:
                 return op(*args, **kwargs)
-            return op(*map(_to_float32, args), **{k: _to_float32(v) for k, v in kwargs.items()})
+            return op(*map(to_float32, args), **{k: to_float32(v) for k, v in kwargs.items()})
 
     return run
 
@@ -128,7 +128,7 @@ def _refusing(name: str, device_type: str) -> Callable[..., torch.Tensor]:
                 "tensor; or, to compute in 16 bits, put `with amp.disable_casts():` around it."
             )
         with without_autocast:
-            return op(this, *map(_to_float32, args), **kwargs)
+            return op(this, *map(to_float32, args), **kwargs)
 
     return run
 
@@ -170,15 +170,11 @@ class _WithoutAutocast:
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALVES
-
-
-def _to_float32(value: Any) -> Any:
-    return value.float() if _is_half(value) else value
+    return isinstance(value, torch.Tensor) and value.dtype in HALVES
 
 
 def _float32(values: Sequence[Any]) -> Cast:
-    return _to_float32
+    return to_float32
 
 
 def _lower(values: Sequence[Any]) -> Cast:

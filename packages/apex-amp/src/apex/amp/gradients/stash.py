@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..masters.exact import HALVES
+from ..casting.casts import HALVES
 from .amp_c import AmpCAttributes
 
 __all__ = ["AmpOptimizerState"]

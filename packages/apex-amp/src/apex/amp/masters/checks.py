@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from .._amp_state import warn_or_err
-
-_HALVES = (torch.float16, torch.bfloat16)
+from ..casting.casts import HALVES
 
 # A class of a sibling wheel can only occur if its module was imported: amp need not import it.
 _WRAPPERS = (
@@ -58,7 +57,7 @@ def check_params_fp32(models: Sequence[torch.nn.Module]) -> None:
     for model in models:
         for kind, name, tensor in _named_tensors(model):
             is_wrong = (
-                tensor.dtype in _HALVES
+                tensor.dtype in HALVES
                 if kind == "buffer"
                 else tensor.is_floating_point() and tensor.dtype is not torch.float32
             )

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..casting.casts import HALVES
 from .sharding import local
 
-HALVES = (torch.float16, torch.bfloat16)
 # A 16-bit parameter's float32 value, as an attribute: the master, or what a checkpoint brought
 # before there was one.
 _EXACT = "_amp_exact"

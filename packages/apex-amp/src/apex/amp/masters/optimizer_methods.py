@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .._amp_state import _amp_state, maybe_print
-from .exact import HALVES, make_master
+from ..casting.casts import HALVES
+from .exact import make_master
 
 _CLOSURE_TEXT = (
     "amp: {name}.step was called with a closure, which is not supported {when}. Compute the loss, "

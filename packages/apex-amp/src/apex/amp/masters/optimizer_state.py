@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .exact import HALVES
+from ..casting.casts import HALVES
 from .sharding import is_sharded
 
 # Names of state that has its parameter's shape, in optimizers of these packages.
