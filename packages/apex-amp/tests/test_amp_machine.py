@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from apex import amp
 from apex.amp import _amp_state
-from apex.amp._masters import add_checkpoint_hooks
+from apex.amp.masters.exact import add_checkpoint_hooks
 from apex_testkit.amp_model import (
     SIZE,
     Layer,

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex import amp
-from apex.amp._cast_functions import cast_functions
-from apex.amp._cast_rules import cast_rules
+from apex.amp.casting.functions import cast_functions
+from apex.amp.casting.rules import cast_rules
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 half, bfloat16, single = torch.float16, torch.bfloat16, torch.float32

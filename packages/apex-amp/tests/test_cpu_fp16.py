@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp import _amp_state, _cpu_fp16
-from apex.amp._cpu_fp16 import float16_through_float32
+from apex.amp import _amp_state
+from apex.amp.casting import cpu_float16
+from apex.amp.casting.cpu_float16 import float16_through_float32
 from apex_testkit import assert_as_accurate_as, assert_compiles
 
 half = torch.float16
@@ -65,10 +66,10 @@ def test_convolutions_against_float64(case, bias):
     assert_as_accurate_as(run, actual, *inputs)
 
 
-@pytest.mark.parametrize("few", [_cpu_fp16._FEW, 0], ids=["torch's loops", "through float32"])
+@pytest.mark.parametrize("few", [cpu_float16._FEW, 0], ids=["torch's loops", "through float32"])
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_products_against_float64(case, few, monkeypatch):
-    monkeypatch.setattr(_cpu_fp16, "_FEW", few)
+    monkeypatch.setattr(cpu_float16, "_FEW", few)
     function, *shapes = PRODUCTS[case]
     inputs = [randn(*shape) for shape in shapes]
     run = lambda *inputs: outputs_and_gradients(function, *inputs)
@@ -177,7 +178,7 @@ def kernel_dtypes(monkeypatch, run):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels_never_reach_the_reference_kernels(level, monkeypatch):
-    monkeypatch.setattr(_cpu_fp16, "_FEW", 0)
+    monkeypatch.setattr(cpu_float16, "_FEW", 0)
 
     def train():
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2))
@@ -185,7 +186,7 @@ def test_levels_never_reach_the_reference_kernels(level, monkeypatch):
         model(torch.randn(2, 3, 6, 6)).float().sum().backward()
 
     seen = kernel_dtypes(monkeypatch, train)
-    expected = {"convolution", "convolution_backward", "addmm", "mm"} & set(_cpu_fp16._slow_ops())
+    expected = {"convolution", "convolution_backward", "addmm", "mm"} & set(cpu_float16._slow_ops())
     assert expected <= {name for name, _ in seen}
     assert all(half not in dtypes for _, dtypes in seen)
 
@@ -196,7 +197,7 @@ def test_levels_never_reach_the_reference_kernels(level, monkeypatch):
 def test_kernels_are_torchs_own_after_deactivation(level, routes, monkeypatch):
     inputs = randn(2, 3, 6, 6), randn(4, 3, 3, 3)
     calls = []
-    monkeypatch.setattr(_cpu_fp16, "_is_float16", lambda args: calls.append(args) or True)
+    monkeypatch.setattr(cpu_float16, "_is_float16", lambda args: calls.append(args) or True)
 
     def is_routed():
         calls.clear()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .amp._nested import applier
+from .amp.casting.casts import applier
 
 __all__ = ["_cast_if_autocast_enabled", "_get_autocast_dtypes", "_get_current_dtype"]
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from . import _moved
 from .__version__ import VERSION, __version__
 from ._amp_state import _amp_state, master_params
 from .amp import (
@@ -18,8 +19,10 @@ from .amp import (
 from .frontend import initialize, load_state_dict, state_dict
 from .handle import disable_casts, scale_loss
 
+del _moved  # importing it is enough
+
 if TYPE_CHECKING:
-    from ._debug import debug
+    from .debugging.watch import debug
 
 __all__ = [
     "VERSION",
@@ -48,7 +51,7 @@ def __getattr__(name: str):
     """Import ``debug`` on first use: few scripts use it."""
     if name != "debug":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ._debug import debug
+    from .debugging.watch import debug
 
     globals()["debug"] = debug
     return debug

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from ._properties import Properties
-    from .handle import AmpHandle, NoOpHandle
-    from .scaler import LossScaler
+from .scaler import LossScaler
+
+
+class Options(Protocol):
+    """What amp reads of the options in force, which are a ``frontend.Properties``."""
+
+    enabled: bool
+    master_weights: bool | None
+
+
+class Handle(Protocol):
+    """What switches casts on and off: an ``AmpHandle``, or a ``NoOpHandle`` that has none."""
+
+    def is_active(self) -> bool:
+        """Whether functions cast their arguments in this thread."""
+
+    def _disable_casts(self) -> AbstractContextManager[None]: ...
+    def _enable_casts(self) -> AbstractContextManager[None]: ...
+    def _backward(self) -> AbstractContextManager[None]: ...
+    def _model_call(self) -> AbstractContextManager[None]: ...
+    def _clear_cache(self) -> None: ...
+    def _leave_thread(self) -> None: ...
+    def _deactivate(self) -> None: ...
 
 
 class AmpState:
@@ -29,11 +49,11 @@ class AmpState:
         debugger: what a running :func:`apex.amp.debug` watches with, else None.
     """
 
-    opt_properties: Properties
+    opt_properties: Options
     loss_scalers: list[LossScaler]
     min_loss_scale: float | None
     max_loss_scale: float | None
-    handle: AmpHandle | NoOpHandle
+    handle: Handle
     models: list[weakref.ref[torch.nn.Module]]
     debugger: Any
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..fp16_utils.fp16util import convert_network
 from ._amp_state import _amp_state
-from ._casting import device_types_in_use
-from ._checks import check_models, check_optimizers, check_params_fp32
-from ._forward import AmpForward
-from ._masters import O2StateDictHook, add_checkpoint_hooks
-from ._nested import applier, to_type
 from ._process_optimizer import _process_optimizer
-from ._sharding import convert_sharded_network, has_shards
 from .amp import init, replace_handle, route_cpu_float16
+from .casting.autocast import device_types_in_use
+from .casting.casts import applier, to_type
+from .casting.forward import AmpForward
+from .casting.levels import Properties
 from .handle import NoOpHandle
+from .masters.checks import check_models, check_optimizers, check_params_fp32
+from .masters.convert import convert_network, convert_sharded_network
+from .masters.exact import O2StateDictHook, add_checkpoint_hooks
+from .masters.sharding import has_shards
 from .scaler import LossScaler
-
-if TYPE_CHECKING:
-    from ._properties import Properties
 
 __all__ = [
     "O2StateDictHook",

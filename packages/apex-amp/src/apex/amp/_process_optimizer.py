@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from . import _grads, _optimizer_methods, _optimizer_state
-from ._grads import (
+from .casting.casts import HALVES
+from .casting.levels import Properties
+from .gradients import backward
+from .gradients.backward import (
     post_backward_models_are_masters,
     post_backward_no_master_weights,
     post_backward_no_master_weights_FusedSGD,
@@ -19,12 +21,10 @@ from ._grads import (
     prepare_backward_with_master_weights,
     prepare_backward_with_master_weights_FusedSGD,
 )
-from ._masters import HALVES, make_master
-from ._stash import AmpOptimizerState
+from .gradients.stash import AmpOptimizerState
+from .masters import optimizer_methods, optimizer_state
+from .masters.exact import make_master
 from .multi_tensor.lists import scale_lists
-
-if TYPE_CHECKING:
-    from ._properties import Properties
 
 __all__ = [
     "AmpOptimizerState",
@@ -91,7 +91,7 @@ def lazy_init_with_master_weights(self: Any) -> None:
             getattr(stash, name).append([])
         group["params"] = [_master_of(self, index, p, masters) for p in group["params"]]
     if self.state:  # in the dtype of the parameters, which has changed
-        _optimizer_state.load_state(self, self.state_dict())
+        optimizer_state.load_state(self, self.state_dict())
 
 
 def _master_of(
@@ -187,12 +187,12 @@ def _abort_amp_backward(self: Any) -> None:
     stash.is_prepared = False
     is_stashed = not stash.has_masters or not getattr(self, "materialize_master_grads", True)
     if is_stashed:
-        _grads.restore_grads(stash.all_fp16_params, stash.all_fp16_grad_stash)
+        backward.restore_grads(stash.all_fp16_params, stash.all_fp16_grad_stash)
     else:
         for param in stash.all_fp16_params:
             param.grad = None
-    _grads.restore_grads(stash.all_fp32_params, stash.all_fp32_grad_stash)
-    _grads.restore_grads(stash.all_fp32_from_fp32_params, stash.all_fp32_from_fp32_grad_stash)
+    backward.restore_grads(stash.all_fp32_params, stash.all_fp32_grad_stash)
+    backward.restore_grads(stash.all_fp32_from_fp32_params, stash.all_fp32_from_fp32_grad_stash)
 
 
 def _hooks(self: Any) -> tuple[Callable, Callable]:
@@ -200,7 +200,7 @@ def _hooks(self: Any) -> tuple[Callable, Callable]:
     masters = "with" if self._amp_stash.has_masters else "no"
     suffix = "_FusedSGD" if is_fused_sgd(self) else ""
     names = (f"{when}_backward_{masters}_master_weights{suffix}" for when in ("prepare", "post"))
-    prepare, post = (getattr(_grads, name) for name in names)
+    prepare, post = (getattr(backward, name) for name in names)
     return prepare, post
 
 
@@ -233,17 +233,17 @@ def _process_optimizer(optimizer: Any, properties: Properties) -> Any:
         "_abort_amp_backward": _abort_amp_backward,
     }
     replaced = {
-        "step": _optimizer_methods.step,
-        "zero_grad": _optimizer_methods.zero_grad_no_masters,
-        "add_param_group": _optimizer_methods.add_param_group_no_masters,
-        "load_state_dict": _optimizer_state.load_state_dict,
+        "step": optimizer_methods.step,
+        "zero_grad": optimizer_methods.zero_grad_no_masters,
+        "add_param_group": optimizer_methods.add_param_group_no_masters,
+        "load_state_dict": optimizer_state.load_state_dict,
     }
     if stash.has_masters:
         methods["_master_params_to_model_params"] = _master_params_to_model_params
-        replaced["zero_grad"] = _optimizer_methods.zero_grad
-        replaced["add_param_group"] = _optimizer_methods.add_param_group_with_masters
+        replaced["zero_grad"] = optimizer_methods.zero_grad
+        replaced["add_param_group"] = optimizer_methods.add_param_group_with_masters
     for name, function in methods.items():
         setattr(optimizer, name, function.__get__(optimizer))
     for name, function in replaced.items():
-        _optimizer_methods.replace_method(optimizer, name, function)
+        optimizer_methods.replace_method(optimizer, name, function)
     return optimizer

@@ -1,4 +1,4 @@
-"""Switches casts on (``init``), and marks functions of the user's for casts of their arguments."""
+"""Switches casts on (``init``), and lets users mark functions whose arguments are to be cast."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
-from ._cast_functions import cast_functions, replaced
-from ._cast_rules import cast_rules
-from ._cpu_fp16 import float16_through_float32
-from ._list_changes import WIDEST, Registry, list_changes
-from ._nested import applier
+from .casting.casts import applier
+from .casting.cpu_float16 import float16_through_float32
+from .casting.functions import cast_functions, replaced
+from .casting.list_changes import WIDEST, Registry, list_changes
+from .casting.rules import cast_rules
 from .handle import AmpHandle, NoOpHandle
 from .utils import verbosify
 
@@ -107,8 +107,8 @@ def init(
     models in every thread. An earlier handle is deactivated first.
 
     Args:
-        enabled: False gives a handle that does nothing: decorated functions stop to cast, and an
-            earlier handle stays in force otherwise.
+        enabled: False gives a handle that does nothing. Decorated functions then stop casting;
+            for all else an earlier handle stays in force.
         loss_scale: ignored; kept for callers that pass it.
         patch_type: float16 or bfloat16.
         enable_caching: within one call of a model, cast each weight once.
@@ -203,7 +203,7 @@ def _casting(fn: Callable, dtype: Any, is_registered: bool = False, leaf: bool =
 def _decorator_helper(orig_fn: Callable, cast_fn: Callable, wrap_fn: Callable) -> Callable:
     """``wrap_fn(orig_fn, cast_fn, handle)`` at every call with the handle that is active then.
 
-    Of ROCm's Apex, for scripts that import it, with what is in :mod:`apex.amp.wrap`.
+    ROCm's Apex has it; scripts use it together with :mod:`apex.amp.wrap`.
     """
 
     @functools.wraps(orig_fn)

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state, maybe_print
-from ._checks import (
+from ._initialize import _initialize
+from ._process_optimizer import check_is_unprocessed
+from .amp import replace_handle
+from .casting.levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from .gradients.scaler_state import parsed
+from .handle import NoOpHandle
+from .masters.checks import (
     check_masters_are_apart,
     check_models,
     check_optimizers,
     check_params_fp32,
 )
-from ._initialize import _initialize
-from ._process_optimizer import check_is_unprocessed
-from ._properties import O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from ._scaler_state import parsed
-from .amp import replace_handle
-from .handle import NoOpHandle
 
 __all__ = [
     "O0",
@@ -82,12 +82,12 @@ def initialize(
         opt_level: "O0" to "O5"; its defaults, above, are overridden by the next arguments.
         cast_model_type: floating-point dtype to cast models and inputs to; False for no cast.
         patch_torch_functions: cast arguments of functions; O1 and O4 only.
-        keep_batchnorm_fp32: leave affine batch norms in float32 when casting a model; "True" and
-            "False" will do.
+        keep_batchnorm_fp32: leave affine batch norms in float32 when casting a model; the strings
+            "True" and "False" are accepted, too.
         master_weights: let optimizers step on float32 copies of 16-bit parameters.
         loss_scale: a positive number, a string with one, or "dynamic".
-        cast_model_outputs: dtype of the floating-point outputs of models. Default: float32 from
-            cast models, as they come from others.
+        cast_model_outputs: dtype of the floating-point outputs of models. Default: float32 if the
+            model is cast; otherwise outputs stay as they are.
         num_losses: number of loss scalers; ``scale_loss(loss_id=...)`` chooses. 0 for models whose
             losses are not scaled by :func:`scale_loss`.
         verbosity: 0: print nothing; 1: options and skipped steps; 2: also every cast of O1 and O4.
@@ -270,10 +270,10 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     initialize, then load model, optimizer, amp.
 
     Args:
-        state_dict: entries of scalers that do not exist here are announced and left out.
+        state_dict: entries of scalers that do not exist here are left out, with a message.
 
     Raises:
-        RuntimeError: a key is not of amp's; nothing is changed then.
+        RuntimeError: a key is not one of amp's; nothing is changed then.
         ValueError: an entry lacks a number, or has a wrong one; nothing is changed then.
     """
     scalers = getattr(_amp_state, "loss_scalers", [])

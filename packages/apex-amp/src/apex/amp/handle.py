@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ._amp_state import _amp_state
-from ._cast_functions import static_or_class_method
-from ._casting import Casting, device_types_in_use
-from ._scaling import (
+from .casting.autocast import Casting, device_types_in_use
+from .casting.functions import static_or_class_method
+from .gradients.scale_loss import (
     gradients_aside,
     have_masters,
     note_iteration,
@@ -115,25 +115,41 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-class NoOpHandle:
+class _Handle:
+    """Undoes what amp changed in torch; a copied model or optimizer shares its process's handle."""
+
+    def __init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+
+    def __deepcopy__(self, memo: dict) -> _Handle:
+        return self
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer with loss scaling, for scripts that do not use ``amp.initialize``.
+
+        Args:
+            optimizer: any torch optimizer. Where no casts are on, its losses are not scaled.
+            num_loss: how many losses an iteration has.
+        """
+        return OptimWrapper(optimizer, self, num_loss)
+
+    def _deactivate(self) -> None:
+        """Undo everything: casts, replaced functions, kernels, environment.
+
+        Call it in the thread that called ``amp.initialize``: autocast's state belongs to a thread.
+        """
+        self._undo.close()
+
+
+class NoOpHandle(_Handle):
     """The handle of levels that cast no functions; it only undoes what amp changed in torch."""
 
     has_cache = False
     verbose = False
 
-    def __init__(self) -> None:
-        self._undo = contextlib.ExitStack()
-
-    def __deepcopy__(self, memo: dict) -> NoOpHandle:
-        return self
-
     def is_active(self) -> bool:
         """Whether functions cast their arguments: never."""
         return False
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """An :class:`~apex.amp.opt.OptimWrapper` that does as the optimizer does."""
-        return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
@@ -152,11 +168,8 @@ class NoOpHandle:
     def _leave_thread(self) -> None:
         """No thread's state was changed."""
 
-    def _deactivate(self) -> None:
-        self._undo.close()
 
-
-class AmpHandle:
+class AmpHandle(_Handle):
     """The casts of O1 and O4: autocast, switched on from ``init`` until ``_deactivate``.
 
     Args:
@@ -176,14 +189,11 @@ class AmpHandle:
         patch_type: torch.dtype = torch.float16,
         device_types: Sequence[str] | None = None,
     ) -> None:
+        super().__init__()
         devices = device_types_in_use() if device_types is None else device_types
         self._casting = Casting(patch_type, devices, enable_caching, verbose)
-        self._undo = contextlib.ExitStack()
         self._cache: dict[torch.Tensor, torch.Tensor] = {}
         self._registered: dict[tuple[int, str], Any] = {}  # user functions that are replaced
-
-    def __deepcopy__(self, memo: dict) -> AmpHandle:
-        return self
 
     def is_active(self) -> bool:
         """Whether functions cast their arguments in this thread."""
@@ -219,15 +229,6 @@ class AmpHandle:
     def verbose(self) -> bool:
         """Whether casts are printed."""
         return self._casting.verbose
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer with loss scaling, for scripts that do not use ``amp.initialize``.
-
-        Args:
-            optimizer: any torch optimizer.
-            num_loss: how many losses an iteration has.
-        """
-        return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
@@ -276,17 +277,10 @@ class AmpHandle:
     def _leave_thread(self) -> None:
         self._casting.leave_thread()
 
-    def _deactivate(self) -> None:
-        """Undo everything: casts, replaced functions, kernels, environment.
-
-        Call it in the thread that called ``amp.initialize``: autocast's state belongs to a thread.
-        """
-        self._undo.close()
-
 
 def _after_fork_in_child() -> None:
-    # A child of fork inherits the thread's autocast state. It most often is a data loader's worker,
-    # whose transforms must not run in 16 bits; models called there still cast.
+    # A forked child inherits the thread's autocast state. Most such children are workers of a data
+    # loader, whose transforms must not run in 16 bits. Models that are called there still cast.
     handle = getattr(_amp_state, "handle", None)
     if handle is not None:
         handle._leave_thread()

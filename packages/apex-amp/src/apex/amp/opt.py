@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ._amp_state import master_params, maybe_print
-from ._grads import post_backward_models_are_masters, restore_grads, stash_grads
-from ._stash import overflow_notice
+from ._amp_state import Handle, master_params, maybe_print
+from .gradients.backward import post_backward_models_are_masters, restore_grads, stash_grads
+from .gradients.stash import overflow_notice
 from .scaler import LossScaler
-
-if TYPE_CHECKING:
-    from .handle import AmpHandle, NoOpHandle
 
 __all__ = ["OptimWrapper"]
 
@@ -22,7 +19,7 @@ __all__ = ["OptimWrapper"]
 class OptimWrapper:
     """An optimizer with a dynamic loss scale for each of the losses of an iteration.
 
-    What is not listed here is the optimizer's: attributes are passed through.
+    All other attributes are the optimizer's.
 
     Args:
         optimizer: any torch optimizer; it is not changed.
@@ -40,9 +37,7 @@ class OptimWrapper:
         >>> optimizer.step()
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, amp_handle: AmpHandle | NoOpHandle, num_loss: int
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Handle, num_loss: int) -> None:
         if not isinstance(num_loss, int) or num_loss < 1:
             raise ValueError(f"wrap_optimizer: num_loss must be a positive int, got {num_loss!r}.")
         self._optimizer = optimizer
@@ -54,7 +49,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Scale a loss for its backward pass; unscale the gradients, and add them to what was.
+        """Scale a loss for its backward pass; unscale the gradients, and add them to earlier ones.
 
         Args:
             loss: the next of the iteration's losses.

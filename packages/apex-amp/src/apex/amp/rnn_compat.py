@@ -1,13 +1,13 @@
-"""What scripts import to meddle with torch's recurrent functions; amp itself casts them elsewhere.
+"""Lets scripts replace torch's recurrent functions; amp itself casts those elsewhere.
 
 Under O1 and O4 recurrent layers and cells run in 16 bits by rules of torch's dispatcher
-(:mod:`._cast_rules`), which see cuDNN's flat weights, too.
+(:mod:`.casting.rules`), which see cuDNN's flat weights, too.
 """
 
 from __future__ import annotations
 
 from . import utils, wrap
-from ._rnn_functions import RNN_NAMES, VariableFunctionsShim, replaceable_functions
+from .casting.rnn_functions import RNN_NAMES, VariableFunctionsShim, replaceable_functions
 from .handle import AmpHandle
 
 __all__ = ["RNN_NAMES", "VariableFunctionsShim", "has_old_rnns", "whitelist_rnn_cells"]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._amp_c import AmpCFunction
-from ._sharding import meshes_of, share_flags
-from ._unscale_python import (
+from .gradients.amp_c import AmpCFunction
+from .gradients.unscale_python import (
     PythonUnscaling,
     axpby_check_overflow_python,
     scale_check_overflow_python,
 )
+from .masters.sharding import meshes_of, share_flags
 from .multi_tensor.lists import axpby_lists, scale_lists
 
 _Findings = tuple[tuple[Any, ...], bool, dict[torch.device, Tensor]]
@@ -35,8 +35,8 @@ class LossScaler(PythonUnscaling):
         scale_factor: > 1.
         scale_window: consecutive iterations without overflow before the scale grows.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; None is no bound.
-        hysteresis: from this many overflows on without an iteration in between that had none, an
-            overflow divides the scale. Those before skip the step, but leave the scale.
+        hysteresis: which overflow divides the scale, counted since the last iteration without one.
+            The overflows before it skip the step and keep the scale; those after it divide again.
 
     Raises:
         ValueError: an argument is out of range.
@@ -90,7 +90,7 @@ class LossScaler(PythonUnscaling):
         self._overflows_left = hysteresis  # until one divides the scale
         self._has_overflow = False
         self._overflow_bufs: dict[torch.device, Tensor] = {}
-        # What blocks with a delayed check have found: their optimizers, and the two above.
+        # Findings of blocks with a delayed check: their optimizers, and the two above.
         self._delayed: dict[tuple[int, ...], _Findings] = {}
         self.late_overflows: list[Any] = []
         self._meshes: dict[Any, None] = {}  # over which the gradients are spread, in order

@@ -1,4 +1,4 @@
-"""Helpers for casts of arguments and for functions that are replaced; for scripts that import them.
+"""Helpers that cast arguments and replace functions, for scripts that import them.
 
 amp's own casts go through torch's autocast and need none of these.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._cast_functions import static_or_class_method
-from ._flat_weights import cast_into, flat_size
+from .casting.flat_weights import cast_into, flat_size
+from .casting.functions import static_or_class_method
 from .compat import is_floating_point
 from .handle import AmpHandle
 
@@ -113,8 +113,8 @@ def casted_args(cast_fn: Cast, args: Iterable[Any], kwargs: dict[str, Any]) -> l
 def cached_cast(cast_fn: Cast, x: Any, cache: dict[Tensor, Tensor]) -> Any:
     """``cast_fn(x)``, from the cache if what is there is still the cast of ``x``.
 
-    It is not if ``x`` has been changed in place since, or if one of them needs a gradient and the
-    other does not (which is tolerated where gradients are off).
+    A cast is out of date if ``x`` was changed in place since. It also is if only one of the two
+    needs a gradient, unless gradients are off.
 
     Args:
         cast_fn: such as :func:`maybe_half`.
@@ -180,7 +180,7 @@ def set_func_save(handle: AmpHandle, mod: Any, fn: str, new_fn: Any) -> None:
     """As :func:`set_func`, until the handle is deactivated."""
     method = static_or_class_method(mod, fn)
     handle._save_func(mod, fn, get_func(mod, fn))
-    # A class would bind the bare function to its instances.
+    # A class would bind a bare function to its instances.
     set_func(mod, fn, new_fn if method is None else staticmethod(new_fn))
 
 

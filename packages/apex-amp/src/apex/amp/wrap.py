@@ -1,7 +1,7 @@
 """Wrappers around functions of a module that cast arguments while a handle's casts are on.
 
 For scripts that import them; amp's own casts go through torch's autocast. A wrapped function is
-restored when the handle is deactivated. None of these is for functions inside of a compiled model.
+restored when the handle is deactivated. Do not use them on functions inside of a compiled model.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from . import utils
-from ._flat_weights import flat_size
-from ._rnn_functions import replaceable_functions
+from .casting.casts import HALVES
+from .casting.flat_weights import flat_size
+from .casting.rnn_functions import replaceable_functions
 from .handle import AmpHandle
 
 Function = Callable[..., Any]
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def make_cast_wrapper(
@@ -258,7 +258,7 @@ def _dtypes(values: Any) -> list[torch.dtype]:
 
 
 def _has_halves(dtypes: list[torch.dtype]) -> bool:
-    return any(dtype in _HALVES for dtype in dtypes)
+    return any(dtype in HALVES for dtype in dtypes)
 
 
 def _to_widest(values: Any, cast_fn: utils.Cast) -> utils.Cast | None:

@@ -1,4 +1,4 @@
-"""Tools for 16-bit networks: casts, master weights, loss scalers, the optimizer of before amp."""
+"""Tools for 16-bit networks: casts, master weights, loss scalers, the optimizer from before amp."""
 
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .fp16_optimizer import FP16_Optimizer
-
-_HALVES = (torch.float16, torch.bfloat16)
+from ..amp.casting.casts import HALVES
 
 
-def add_masters(self: FP16_Optimizer) -> None:
+def add_masters(self: Any) -> None:
     """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
 
-    Parameters that need no gradients are left out. Called again, it takes in those that do by then,
-    in their place among the others: a checkpoint has the masters in the groups' order.
+    Parameters that need no gradients are left out. A later call takes in those that need them by
+    then. They get their place among the others, because checkpoints follow the groups' order.
 
     Raises:
         TypeError: a parameter that needs gradients is of another dtype; nothing is changed then.
@@ -37,7 +34,7 @@ def add_masters(self: FP16_Optimizer) -> None:
                 from_fp32.append(param)
             elif param.requires_grad:
                 param.grad = None
-                if param.dtype in _HALVES:
+                if param.dtype in HALVES:
                     fp16.append(param)
                     from_fp16.append(_put_master(self, group["params"], i))
                 else:
@@ -52,7 +49,7 @@ def add_masters(self: FP16_Optimizer) -> None:
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
 
-def _put_master(self: FP16_Optimizer, params: list[Tensor], i: int) -> Tensor:
+def _put_master(self: Any, params: list[Tensor], i: int) -> Tensor:
     """Let the optimizer step on a master instead of ``params[i]``; returns it."""
     param = params[i]
     params[i] = master = param.detach().float().requires_grad_()
@@ -61,10 +58,10 @@ def _put_master(self: FP16_Optimizer, params: list[Tensor], i: int) -> Tensor:
     return master
 
 
-def adopt_unfrozen(self: FP16_Optimizer) -> None:
+def adopt_unfrozen(self: Any) -> None:
     """Take in parameters that needed no gradients so far, and do now.
 
-    Else the optimizer would step on their scaled gradients, in 16 bits.
+    Otherwise the optimizer would step on their scaled gradients, in 16 bits.
     """
     listed = (*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params)
     needed = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -72,17 +69,17 @@ def adopt_unfrozen(self: FP16_Optimizer) -> None:
         add_masters(self)
 
 
-def _check_dtypes(self: FP16_Optimizer) -> None:
+def _check_dtypes(self: Any) -> None:
     for g, group in enumerate(self.optimizer.param_groups):
         for i, param in enumerate(group["params"]):
-            if param.requires_grad and param.dtype not in (*_HALVES, torch.float32):
+            if param.requires_grad and param.dtype not in (*HALVES, torch.float32):
                 raise TypeError(
                     f"FP16_Optimizer: param_groups[{g}]['params'][{i}] is {param.dtype} on "
                     f"{param.device}; expected float16, bfloat16 or float32."
                 )
 
 
-def clear_grads(self: FP16_Optimizer, drop: bool) -> None:
+def clear_grads(self: Any, drop: bool) -> None:
     """Zero or drop the gradients of all that the optimizer steps on, and of the model."""
     own = [param for group in self.optimizer.param_groups for param in group["params"]]
     for param in (*own, *self.all_fp16_params):
@@ -93,10 +90,10 @@ def clear_grads(self: FP16_Optimizer, drop: bool) -> None:
 
 
 @torch.no_grad()
-def rescale_grads(self: FP16_Optimizer) -> None:
+def rescale_grads(self: Any) -> None:
     """Bring gradients of earlier passes to the scale of the next one, which adds to them.
 
-    Those of float32 parameters have been unscaled in place, and the loss scale may have changed.
+    Gradients of float32 parameters were unscaled in place, and the loss scale may have changed.
     """
     scale = self.loss_scale
     _multiply(self.all_fp16_params, scale / self._model_grads_scale)
@@ -105,7 +102,7 @@ def rescale_grads(self: FP16_Optimizer) -> None:
 
 
 @torch.no_grad()
-def unscale_grads(self: FP16_Optimizer) -> None:
+def unscale_grads(self: Any) -> None:
     """Write the masters' gradients, unscale those of float32 parameters in place."""
     grads, master_grads = [], []
     for param, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):

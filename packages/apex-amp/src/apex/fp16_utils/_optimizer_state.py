@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..amp.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from .fp16_optimizer import FP16_Optimizer
 
 _KEYS = (
     *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step"),
@@ -17,7 +14,7 @@ _KEYS = (
 )
 
 
-def state_dict(self: FP16_Optimizer) -> dict[str, Any]:
+def state_dict(self: Any) -> dict[str, Any]:
     """See :meth:`FP16_Optimizer.state_dict`."""
     scaler = self.loss_scaler
     return {
@@ -30,7 +27,7 @@ def state_dict(self: FP16_Optimizer) -> dict[str, Any]:
     }
 
 
-def load_state_dict(self: FP16_Optimizer, state_dict: dict[str, Any]) -> None:
+def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
     """See :meth:`FP16_Optimizer.load_state_dict`."""
     missing = [key for key in _KEYS if key not in state_dict]
     if missing:
@@ -54,7 +51,7 @@ def load_state_dict(self: FP16_Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _parsed(entry: Any) -> tuple[float, int]:
-    """The scale and count; checkpoints of before held the scaler itself."""
+    """The scale and count; checkpoints of older versions hold the scaler itself."""
     if isinstance(entry, LossScaler):
         return entry.loss_scale(), entry._unskipped
     try:
@@ -69,7 +66,7 @@ def _parsed(entry: Any) -> tuple[float, int]:
     return loss_scale, unskipped
 
 
-def _check_masters(self: FP16_Optimizer, groups: Any) -> None:
+def _check_masters(self: Any, groups: Any) -> None:
     expected = [[list(master.shape) for master in group] for group in self.fp32_from_fp16_groups]
     got = [[list(value.shape) for value in group] for group in groups]
     if got != expected:

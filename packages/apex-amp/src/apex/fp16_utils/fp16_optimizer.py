@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..amp._checks import is_optimizer
+from ..amp.masters.checks import is_optimizer
 from ..amp.scaler import LossScaler
 from . import _optimizer_state
 from ._master_grads import add_masters, adopt_unfrozen, clear_grads, rescale_grads, unscale_grads

@@ -6,9 +6,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
+from ..amp.masters.convert import convert_module, convert_network, is_affine_batch_norm
 from ._master_lists import (
     master_params_to_model_params,
     model_grads_to_master_grads,
@@ -50,7 +50,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
         ``module``.
     """
     for child in module.modules():
-        if _is_affine_batch_norm(child):
+        if is_affine_batch_norm(child):
             child.float()
     return module
 
@@ -65,42 +65,6 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
         ``Sequential(tofp16(), network)``.
     """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
-
-
-def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the module's own floating-point parameters, their gradients and its buffers, in place.
-
-    Args:
-        module: its submodules are left as they are.
-        dtype: floating point.
-    """
-    for param in module.parameters(recurse=False):
-        if param.is_floating_point():
-            grad, param.grad = param.grad, None
-            param.data = param.data.to(dtype)
-            param.grad = None if grad is None else grad.to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
-def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast everything in ``network`` except affine batch norms, in place.
-
-    Args:
-        network: any module.
-        dtype: floating point, such as ``torch.float16``.
-
-    Returns:
-        ``network``.
-    """
-    for module in network.modules():
-        if _is_affine_batch_norm(module):
-            continue
-        convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-    return network
 
 
 class FP16Model(nn.Module):
@@ -132,7 +96,3 @@ def backwards_debug_hook(grad: torch.Tensor) -> NoReturn:
         f"a gradient of shape {list(grad.shape)} and dtype {grad.dtype} reached a tensor that "
         "backwards_debug_hook was registered on; masters should not take part in a graph."
     )
-
-
-def _is_affine_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine

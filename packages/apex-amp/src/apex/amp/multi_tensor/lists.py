@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._sharding import local_tensors
 from .._shared.native.writes import call_counted
+from ..masters.sharding import local_tensors
 from . import axpby, scale, scale_
 
 # Returns the int32 [1] tensor on a device that is set to 1 where an inf or NaN is found.

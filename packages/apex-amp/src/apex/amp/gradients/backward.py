@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._sharding import is_sharded
-from .scaler import LossScaler
+from ..masters.sharding import is_sharded
+from ..scaler import LossScaler
 
 _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 Scales = tuple[float, float, float]  # of the new gradients, of the stashed ones, of the result
@@ -24,7 +24,7 @@ def stash_grads(params: Sequence[Tensor], stash: list[Tensor | None]) -> None:
     """Move each ``.grad`` to its place in ``stash``."""
     for i, param in enumerate(params):
         grad = param.grad
-        if grad is None:  # most often: zero_grad has set it so
+        if grad is None:  # the usual case, after zero_grad
             stash[i] = None
         else:
             stash[i], param.grad = _own_memory(grad), None
@@ -39,7 +39,7 @@ def restore_grads(params: Sequence[Tensor], stash: list[Tensor | None]) -> None:
 def _own_memory(grad: Tensor) -> Tensor:
     """``grad``, copied if it is a piece of a communication bucket, which is about to be reused."""
     if grad.layout is not torch.strided or is_sharded(grad):
-        return grad  # FSDP2 lets go of its communication buffers
+        return grad  # FSDP2 does not use the buffer again
     if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
         return grad.clone()
     return grad

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._amp_state import maybe_print
-from ._cast_functions import replaced
+from .._amp_state import maybe_print
+from .functions import replaced
 
 # torch 2.10 also keeps a cast made under no_grad, and gives it to code that needs gradients.
 _CACHE_MINDS_GRAD_MODE = torch.__version__ >= (2, 11)
 
 
 class _ThreadState(threading.local):
-    """What holds in one thread; torch keeps the autocast state per thread, too."""
+    """The state of one thread; torch keeps the state of autocast per thread, too."""
 
     def __init__(self) -> None:
         self.ambient: contextlib.ExitStack | None = None  # casts are on outside of model calls
@@ -82,7 +82,7 @@ class Casting:
     def pause(self, is_paused: bool) -> None:
         """Switch casts off, in this thread at once and in model calls of all threads; or on again.
 
-        It is a state, not a block: whoever pauses in one function may go on in another.
+        A pause is a state, not a block: one function may begin it, and another may end it.
         """
         if is_paused == self.is_paused:
             return
@@ -168,8 +168,9 @@ class Casting:
     def wrapped_autograd(self) -> Iterator[None]:
         """Every backward pass runs in :meth:`backward`, wherever it is called.
 
-        What ``Tensor.backward``, ``torch.autograd.backward`` and ``grad`` have in common is
-        replaced: a ``grad`` that was imported by name is seen as well, and Dynamo still knows them.
+        This replaces the function that ``Tensor.backward``, ``torch.autograd.backward`` and
+        ``grad`` all call. So it reaches a ``grad`` that a script has imported by name, and Dynamo
+        still recognizes the three.
         """
         with contextlib.ExitStack() as undo:
             # Both names, because torch.compiler saves one of them and restores it to the other.
@@ -206,7 +207,7 @@ class Casting:
 
 @contextlib.contextmanager
 def _weight_cache(enabled: bool) -> Iterator[None]:
-    """Autocast's cache, empty at both ends: weights change between calls, and so may grad mode."""
+    """Autocast's cache, emptied before and after: weights and grad mode change between calls."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(enabled)
@@ -234,8 +235,8 @@ class _CastPrinter(TorchDispatchMode):
 def device_types_in_use(tensors: Sequence[torch.Tensor] = ()) -> tuple[str, ...]:
     """The device types to cast on: those of ``tensors``, and the accelerator if there is one.
 
-    A model may move to the accelerator later. The CPU counts only if a tensor is there (or there
-    are none to tell): with a model on a GPU, what runs on the CPU is the preparation of data.
+    A model may move to the accelerator later. The CPU counts only if a tensor is there, or if there
+    are no tensors: where the model is on a GPU, the CPU prepares data, which must not be cast.
     """
     found = {t.device.type for t in tensors} - {"meta"} or {"cpu"}
     accelerator = torch.accelerator.current_accelerator(check_available=True)

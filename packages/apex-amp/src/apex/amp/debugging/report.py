@@ -49,7 +49,7 @@ class NonFinite:
         module: name of the module; None if it was outside of the watched models.
         direction: "forward" or "backward".
         kind: "inf" or "NaN".
-        what: in words: of what it was an output.
+        what: a description of the tensor it was in.
     """
 
     module: str | None
@@ -68,7 +68,7 @@ class Iteration:
 
     Attributes:
         loss_id: its loss scaler.
-        loss_scale: by which this loss was multiplied.
+        loss_scale: the factor of this loss.
         is_skipped: the next step was cancelled.
         first_nonfinite: where the first inf or NaN of the iteration arose, forward pass included.
     """

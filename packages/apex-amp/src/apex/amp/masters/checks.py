@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ._amp_state import warn_or_err
-
-_HALVES = (torch.float16, torch.bfloat16)
+from .._amp_state import warn_or_err
+from ..casting.casts import HALVES
 
 # A class of a sibling wheel can only occur if its module was imported: amp need not import it.
 _WRAPPERS = (
@@ -58,7 +57,7 @@ def check_params_fp32(models: Sequence[torch.nn.Module]) -> None:
     for model in models:
         for kind, name, tensor in _named_tensors(model):
             is_wrong = (
-                tensor.dtype in _HALVES
+                tensor.dtype in HALVES
                 if kind == "buffer"
                 else tensor.is_floating_point() and tensor.dtype is not torch.float32
             )
@@ -78,7 +77,7 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Ten
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Raise for an ``FP16_Optimizer``, for what is no optimizer, and for a second initialization.
+    """Refuse an ``FP16_Optimizer``, what is not an optimizer, and a second initialization.
 
     Raises:
         RuntimeError: an ``FP16_Optimizer``, or an optimizer that amp has processed before.

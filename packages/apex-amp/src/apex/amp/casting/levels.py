@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ._amp_state import warn_or_err
+from .._amp_state import warn_or_err
 
 _PATCH_DTYPES = {"O1": torch.float16, "O4": torch.bfloat16}
 _PATCHING = "/".join(_PATCH_DTYPES)
 
 
 class Properties:
-    """The options in force, with the rules of which goes with which opt level.
+    """The options in force, and the rules that say which of them an opt level allows.
 
     Attributes (all are checked on assignment):
         enabled: False if amp does nothing.

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ._sharding import local
+from ..casting.casts import HALVES
+from .sharding import local
 
-HALVES = (torch.float16, torch.bfloat16)
 # A 16-bit parameter's float32 value, as an attribute: the master, or what a checkpoint brought
 # before there was one.
 _EXACT = "_amp_exact"
@@ -18,8 +18,8 @@ _EXACT = "_amp_exact"
 def exact_value(param: torch.Tensor) -> torch.Tensor:
     """The float32 value that ``param`` is a rounding of, or a float32 copy if none is known.
 
-    What is known counts only while it rounds to the parameter: a parameter that was changed behind
-    amp's back has the value it has.
+    A known value counts only while it rounds to the parameter. If a script has changed the
+    parameter in another way, the parameter's present value counts.
     """
     known = getattr(param, _EXACT, None)
     is_known = known is not None and known.shape == param.shape and known.device == param.device

@@ -1,4 +1,4 @@
-"""What amp keeps with an optimizer: its parameters by kind, masters, gradients put aside."""
+"""The record that amp keeps with an optimizer: parameters by kind, masters, stashed gradients."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ._amp_c import AmpCAttributes
-from ._masters import HALVES
+from ..casting.casts import HALVES
+from .amp_c import AmpCAttributes
 
 __all__ = ["AmpOptimizerState"]
 
 
 def overflow_notice(loss_id: int, new_scale: float, old_scale: float | None = None) -> str:
-    """What is printed of a skipped step, in Apex's words: logs are searched for them."""
+    """The message about a skipped step, in Apex's words, because people search logs for them."""
     change = "keeping its loss scale of" if new_scale == old_scale else "reducing loss scale to"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {new_scale}"
 
 
 class AmpOptimizerState(AmpCAttributes):
-    """What amp keeps with an optimizer, as its attribute ``_amp_stash``.
+    """The record that amp keeps with an optimizer, in its attribute ``_amp_stash``.
 
     Attributes:
         lazy_init_called: parameters have been sorted into the lists below.
@@ -36,7 +36,7 @@ class AmpOptimizerState(AmpCAttributes):
         all_fp16_grad_stash, all_fp32_grad_stash, all_fp32_from_fp32_grad_stash: gradients of
             earlier backward passes, during a backward pass and until it is unscaled; else None.
 
-    A parameter that its group has twice is twice in the lists of groups, and once in flat ones.
+    If a group has a parameter twice, the lists of groups have it twice, and the flat ones once.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class AmpOptimizerState(AmpCAttributes):
     def enlist_with_master(
         self, group: int, param: torch.Tensor, master: torch.Tensor, is_new: bool
     ) -> None:
-        """Put a parameter into the lists, with its master: itself if it needs none."""
+        """Put a parameter and its master into the lists; one that needs none is its own."""
         if master is param:
             self.fp32_from_fp32_groups[group].append(param)
             if is_new:
@@ -87,14 +87,14 @@ class AmpOptimizerState(AmpCAttributes):
         getattr(self, f"all_{kind}_grad_stash").append(None)
 
     def masters(self) -> dict[int, torch.Tensor]:
-        """What the optimizer steps on instead of each parameter, by the parameter's ``id``."""
+        """The ``id`` of each parameter -> the tensor on which the optimizer steps instead."""
         pairs = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
         return {id(param): master for param, master in pairs} | {
             id(param): param for param in self.all_fp32_from_fp32_params
         }
 
     def unscaled_in_place(self) -> list[torch.Tensor]:
-        """The parameters whose own gradients are unscaled, not a master's."""
+        """The parameters whose gradients are unscaled in place, not into a master's."""
         halves = [] if self.has_masters else self.all_fp16_params
         return [*halves, *self.all_fp32_params, *self.all_fp32_from_fp32_params]
 
@@ -104,7 +104,7 @@ class AmpOptimizerState(AmpCAttributes):
         return any(param.grad is not None for param in itertools.chain(*lists))
 
     def drop_scaled_grads(self) -> None:
-        """Forget of backward passes that delayed their unscaling, and of what was before them."""
+        """Drop what passes with a delayed unscaling have left, and the gradients before them."""
         self.params_have_scaled_gradients = self.is_prepared = False
         for name in ("all_fp16", "all_fp32", "all_fp32_from_fp32"):
             grads = getattr(self, f"{name}_grad_stash")
@@ -113,7 +113,7 @@ class AmpOptimizerState(AmpCAttributes):
     def skip_next_step(
         self, loss_id: int, new_scale: float, old_scale: float | None = None
     ) -> None:
-        """Let the next step do nothing, whatever number of backward passes ask for it."""
+        """Let the next step do nothing; several backward passes may ask for that."""
         if not self.already_patched:
             self.already_patched = True
             self.skip_notice = overflow_notice(loss_id, new_scale, old_scale)

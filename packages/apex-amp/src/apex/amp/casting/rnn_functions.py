@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from . import utils
-from .handle import AmpHandle
+from .. import utils
+from ..handle import AmpHandle
 
 RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
 

@@ -1,9 +1,9 @@
 """Casts that torch's autocast lacks on one device or all, and functions that amp refuses.
 
-What a function does under O1 and O4 must not depend on the device, and is what :mod:`.lists` says.
-Autocast's lists on CUDA nearly agree with it (docs: "Automatic Mixed Precision package", CUDA
-op-specific behaviour); the first tables hold what is missing there, too, the others what the CPU's
-autocast lacks in comparison.
+A function under O1 and O4 does the same on every device: what :mod:`apex.amp.lists` says.
+Autocast's lists on CUDA nearly agree with that (docs: "Automatic Mixed Precision package", CUDA
+op-specific behaviour). The first tables hold what CUDA lacks, too; the others hold what the CPU's
+autocast lacks in comparison with CUDA's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from .lists import functional_overrides
+from ..lists import functional_overrides
+from .casts import HALVES, to_float32
 
 # On every device: run in float32,
 _FLOAT32_EVERYWHERE = (
@@ -67,7 +68,6 @@ _AS_GIVEN = (
     *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
 )
 _BANNED = "binary_cross_entropy"
-_HALVES = (torch.float16, torch.bfloat16)
 
 Cast = Callable[[Any], Any]
 
@@ -111,7 +111,7 @@ def _banned(device_type: str, allow_banned: bool) -> Callable[..., torch.Tensor]
         with without_autocast:
             if text is None:
                 return op(*args, **kwargs)
-            return op(*map(_to_float32, args), **{k: _to_float32(v) for k, v in kwargs.items()})
+            return op(*map(to_float32, args), **{k: to_float32(v) for k, v in kwargs.items()})
 
     return run
 
@@ -128,7 +128,7 @@ def _refusing(name: str, device_type: str) -> Callable[..., torch.Tensor]:
                 "tensor; or, to compute in 16 bits, put `with amp.disable_casts():` around it."
             )
         with without_autocast:
-            return op(this, *map(_to_float32, args), **kwargs)
+            return op(this, *map(to_float32, args), **kwargs)
 
     return run
 
@@ -170,15 +170,11 @@ class _WithoutAutocast:
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALVES
-
-
-def _to_float32(value: Any) -> Any:
-    return value.float() if _is_half(value) else value
+    return isinstance(value, torch.Tensor) and value.dtype in HALVES
 
 
 def _float32(values: Sequence[Any]) -> Cast:
-    return _to_float32
+    return to_float32
 
 
 def _lower(values: Sequence[Any]) -> Cast:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state, maybe_print
-from ._masters import HALVES, make_master
+from .._amp_state import _amp_state, maybe_print
+from ..casting.casts import HALVES
+from .exact import make_master
 
 _CLOSURE_TEXT = (
     "amp: {name}.step was called with a closure, which is not supported {when}. Compute the loss, "
@@ -57,7 +58,7 @@ def step(self: Any, closure: Callable | None = None, *args: Any, **kwargs: Any) 
 
 
 class _ClosureOverflow(Exception):
-    """Leaves a step that has called its closure and done nothing else."""
+    """Ends a step that has called its closure and done nothing else."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__(loss)
@@ -99,7 +100,7 @@ def _skip(self: Any) -> None:
     stash.already_patched = False
     self._opt_called = True  # learning-rate schedulers warn where no step was called before theirs
     _drop_master_grads(self)
-    if hasattr(self, "most_recent_scale"):  # FusedSGD, which did not get to reset it
+    if hasattr(self, "most_recent_scale"):  # FusedSGD resets it in its own step, which was skipped
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
@@ -152,7 +153,7 @@ def add_param_group_with_masters(self: Any, new_group: dict[str, Any]) -> None:
         for param in params:
             if id(param) not in masters:
                 masters[id(param)] = make_master(param) if _needs_master(param) else param
-    # The original refuses some groups: the lists are extended after it has not.
+    # The original may refuse the group, so the lists are extended afterwards.
     _add_to_original(self, new_group, [masters[id(param)] for param in params])
     for groups in (stash.fp16_groups, stash.fp32_from_fp16_groups, stash.fp32_from_fp32_groups):
         groups.append([])

@@ -1,4 +1,4 @@
-"""What amp puts in the place of a model's ``forward``: casts of inputs, outputs and arguments."""
+"""The replacement of a model's ``forward``, which casts inputs, outputs and arguments."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state
-from ._nested import applier, to_type
+from .._amp_state import _amp_state
+from .casts import applier, to_type
 
 
 class AmpForward:
     """Calls a model's forward in another precision.
 
-    An object and not a closure, so that a deep copy or an unpickled model calls its own forward.
+    It is an object and not a closure, so that a copied or unpickled model calls its own forward.
 
     Args:
-        module: the model; its present ``forward`` is what is called.
+        module: the model; its present ``forward`` is called.
         input_dtype: floating-point inputs are cast to it; None leaves them.
         output_dtype: floating-point outputs are cast to it; None leaves them.
-        casts: run in the casts of the handle in force.
+        casts: switch on the casts of the handle in force.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class AmpForward:
         casts: bool,
     ) -> None:
         forward = module.forward
-        # Initialized a second time: the last call decides.
+        # The model may be initialized a second time: the last call decides.
         self._forward = forward._forward if isinstance(forward, AmpForward) else forward
         self._module = module
         self.input_dtype = input_dtype
@@ -42,7 +42,7 @@ class AmpForward:
     def install(self) -> None:
         """Take the place of the model's ``forward``."""
         self._module.forward = self
-        # DataParallel copies a module's __dict__ into replicas, which would call the original.
+        # DataParallel copies a module's __dict__ into replicas: they would call the original model.
         self._module._replicate_for_data_parallel = self._replicate
 
     @property
@@ -74,6 +74,6 @@ class AmpForward:
 
 
 def _casts_of_model_call() -> contextlib.AbstractContextManager[None]:
-    """The casts in force; none in a process that has unpickled the model and not called amp."""
+    """The casts in force; none in a process that unpickled the model and did not initialize amp."""
     handle = getattr(_amp_state, "handle", None)
     return contextlib.nullcontext() if handle is None else handle._model_call()

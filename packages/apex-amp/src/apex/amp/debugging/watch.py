@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._amp_state import _amp_state
-from ._debug_report import DebugReport, Iteration, ModuleRecord, NonFinite
+from .._amp_state import _amp_state
+from .report import DebugReport, Iteration, ModuleRecord, NonFinite
 
 __all__ = ["debug"]
 
@@ -26,14 +26,14 @@ def debug(models: Any = None) -> Iterator[DebugReport]:
     """Watch training in a block: dtypes, the first inf or NaN of each iteration, loss scales.
 
     Every module's outputs and every gradient in the backward pass are tested, which makes a GPU
-    wait each time: for a few iterations, not for a whole run. Numbers are not changed. Modules that
-    run compiled are not seen inside.
+    wait each time: use it for a few iterations, not for a whole run. Numbers do not change. It does
+    not see inside modules that run compiled.
 
     Args:
         models: a module or a list of modules; default: those of the last ``amp.initialize``.
 
     Yields:
-        A :class:`~apex.amp._debug_report.DebugReport`, which fills while the block runs and
+        A :class:`~apex.amp.debugging.report.DebugReport`, which fills while the block runs and
         stays valid after it.
 
     Raises:

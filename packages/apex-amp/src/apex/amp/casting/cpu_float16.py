@@ -45,7 +45,7 @@ def float16_through_float32() -> Iterator[None]:
     """Replace torch's CPU kernels of the ops above within the context."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # Registration over a kernel of torch's own is what is wanted here.
+        # torch warns of kernels that replace its own, which is intended here.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, rounded in _slow_ops().items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
@@ -71,7 +71,7 @@ def _slow_ops() -> dict[str, int]:
 def _is_float16(args: tuple) -> bool:
     """Whether the operands are in float16: those of the ops above are among three arguments.
 
-    Where they are not all, torch's own kernel refuses them, as on a GPU.
+    If only some of them are, torch's own kernel refuses the call, as it does on a GPU.
     """
     return all(t.dtype is torch.float16 for t in args[:3] if isinstance(t, torch.Tensor))
 

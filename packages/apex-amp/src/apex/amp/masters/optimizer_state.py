@@ -1,4 +1,4 @@
-"""How an optimizer under amp loads its state: for masters, and not at all if it is another's."""
+"""Loads an optimizer's state under amp: for its masters, and only if it is of such an optimizer."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Any
 
 import torch
 
-from ._masters import HALVES
-from ._sharding import is_sharded
+from ..casting.casts import HALVES
+from .sharding import is_sharded
 
-# State that has an element for each of its parameter's, in optimizers of these packages.
+# Names of state that has its parameter's shape, in optimizers of these packages.
 _ELEMENTWISE = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "prev"),
     *("square_avg", "grad_avg", "acc_delta"),
 }
-# Options that tell optimizers apart. Some fill in whatever is missing, be it the state of another.
+# Options that tell optimizers apart. Without this check some would load another kind's state, and
+# fill in whatever is missing.
 _ALGORITHM = ("betas", "momentum", "alpha", "rho", "lambd", "etas")
 _PACKAGES = ("torch.optim.", "apex.optimizers.")
 
 
 def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
-    """Load state; with master weights for those, so that it is not rounded to 16 bits on the way.
+    """Load the state; where there are masters, in float32, without rounding to 16 bits on the way.
 
     Raises:
         ValueError: it is the state of an optimizer of another kind, or for parameters of other
-            shapes (looked at in torch's and Apex's optimizers). As with every other error, the
-            optimizer has the state that it had.
+            shapes (which is checked for torch's and Apex's optimizers). After this or any other
+            error the optimizer has the state that it had.
     """
     if self._amp_stash.has_masters:
         self._amp_lazy_init()
@@ -52,7 +53,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
 
 def _check_algorithm(self: Any, groups: Sequence[dict[str, Any]]) -> None:
     """The saved groups must have the options that tell optimizers apart, and no others."""
-    # Another number of groups the optimizer refuses itself.
+    # The optimizer itself refuses another number of groups.
     for g, (group, present) in enumerate(zip(groups, self.param_groups, strict=False)):
         found, expected = ([o for o in _ALGORITHM if o in d] for d in (group, present))
         if found != expected:
@@ -60,7 +61,7 @@ def _check_algorithm(self: Any, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_options(self: Any, before: Sequence[dict[str, Any]]) -> None:
-    """What is missing in states of older versions, the optimizer has filled in by now."""
+    """All options must be there; the optimizer has filled in what older versions did not save."""
     defaults = getattr(self, "defaults", {})
     for g, (group, old) in enumerate(zip(self.param_groups, before, strict=True)):
         expected = [option for option in defaults if option in old]
@@ -80,7 +81,7 @@ def _refuse(self: Any, group: int, found: list[str], expected: list[str]) -> Non
 def _check_shapes(self: Any) -> None:
     name = type(self).__name__
     if not type(self).__module__.startswith(_PACKAGES):
-        return  # others keep what they like under these names
+        return  # in other packages these names may mean something else
     for g, group in enumerate(self.param_groups):
         for i, param in enumerate(group["params"]):
             for key, value in self.state.get(param, {}).items():
@@ -97,8 +98,8 @@ def _check_shapes(self: Any) -> None:
 def load_state(self: Any, state_dict: dict[str, Any]) -> Any:
     """The original ``load_state_dict``, which keeps state of frozen 16-bit parameters in float32.
 
-    It casts state to its parameter's dtype. A frozen parameter has no master yet, but gets one, and
-    its state with it, when it is unfrozen.
+    The original casts state to its parameter's dtype. A frozen parameter has no master yet; it gets
+    one when it is unfrozen, and its state moves to that master.
     """
     stash = self._amp_stash
     frozen = {id(p): p for _, p in stash.frozen if p.dtype in HALVES}
@@ -117,7 +118,7 @@ def load_state(self: Any, state_dict: dict[str, Any]) -> Any:
 def _float32_like(param: torch.Tensor) -> torch.Tensor:
     if is_sharded(param):
         return torch.empty_like(param, dtype=torch.float32)
-    # Shape, dtype and device are looked at, not values: no memory for those.
+    # load_state_dict reads its shape, dtype and device, not its values: they need no memory.
     return torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape)
 
 

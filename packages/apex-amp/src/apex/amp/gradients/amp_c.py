@@ -1,6 +1,6 @@
-"""Attributes that scripts written for Apex find where its module ``amp_C`` can be imported.
+"""Attributes with functions of ``amp_C``, which scripts written for Apex read from amp's objects.
 
-That module is apex-optimizers'; amp's own kernels are in :mod:`.multi_tensor`.
+The module belongs to apex-optimizers; amp's own kernels are in :mod:`apex.amp.multi_tensor`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AmpCFunction:
 
 
 class AmpCAttributes:
-    """What Apex keeps of ``amp_C`` with an optimizer."""
+    """The attributes of ``amp_C`` that Apex keeps with an optimizer."""
 
     multi_tensor_scale = AmpCFunction("multi_tensor_scale")
     multi_tensor_l2norm = AmpCFunction("multi_tensor_l2norm")

@@ -1,4 +1,4 @@
-"""The parts of ``amp.scale_loss``: checks of its arguments, and what it does around the block."""
+"""The parts of ``amp.scale_loss``: checks of its arguments, and work before and after the block."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ._amp_state import _amp_state
-from ._checks import is_optimizer
-from .scaler import LossScaler
+from .._amp_state import _amp_state
+from ..masters.checks import is_optimizer
+from ..scaler import LossScaler
 
 
 def optimizer_list(optimizers: Any) -> list[Any]:
@@ -48,10 +48,10 @@ def _is_integer(value: Any) -> bool:
 
 
 def still_in_need(optimizers: Any) -> list[Any]:
-    """The optimizers whose gradients amp has to see to although it is not enabled: as a rule none.
+    """The optimizers whose gradients amp must unscale although it is not enabled: as a rule none.
 
-    With master weights, from a call of ``initialize`` before amp was switched off, a step on the
-    model's gradients does nothing.
+    An optimizer may have master weights from a call of ``initialize`` before amp was switched off.
+    It steps on the masters' gradients, which amp alone fills.
     """
     items = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     initialized = [item for item in items if hasattr(item, "_amp_stash")]
@@ -68,10 +68,10 @@ def have_masters(optimizers: Sequence[Any]) -> bool:
 def gradients_aside(
     optimizers: list[Any], scaler: LossScaler, loss_id: int, delays: dict[str, bool]
 ) -> Iterator[None]:
-    """Put gradients of earlier backward passes aside for a block, and have them in the sum after.
+    """Put gradients of earlier backward passes aside for a block, and add them afterwards.
 
     Args:
-        optimizers: each once; they are brought into the order in which they take their turn.
+        optimizers: each once; the list is sorted into the order in which they are unscaled.
         scaler: of the loss.
         loss_id: its number.
         delays: whether ``"unscale"`` and ``"overflow_check"`` are left to a later block.
@@ -104,13 +104,13 @@ def gradients_aside(
 
 
 def _turns(optimizers: list[Any]) -> list[tuple[Any, list[torch.Tensor]]]:
-    """The optimizers, with the parameters of each that are another's turn: the first one's.
+    """The optimizers in order, each with the parameters that an optimizer before it unscales.
 
-    A gradient is unscaled in place, so once, whatever number of optimizers have its parameter.
+    Unscaling works in place. So a gradient is unscaled once, even if several optimizers have it.
     """
     if len(optimizers) == 1:
         return [(optimizers[0], [])]
-    # Who holds the unscaled part of a gradient that is scaled by now has to be the one to add it.
+    # The optimizer that kept the unscaled part of a gradient must add it back after unscaling.
     optimizers.sort(key=lambda o: not o._amp_stash.params_have_scaled_gradients)
     turns, seen = [], set()
     for optimizer in optimizers:
@@ -155,7 +155,7 @@ def _finish(
     loss_id: int,
     delays: dict[str, bool],
 ) -> None:
-    """Unscale gradients, adapt the loss scale, and let optimizers skip their step if need be."""
+    """Unscale gradients, adapt the loss scale, and after an overflow let optimizers skip a step."""
     if delays["unscale"]:
         for optimizer, hidden in turns:
             with _without_grads(hidden):

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def _sharded_types(tensors: Iterable[Tensor]) -> set[type]:
     """The classes among ``tensors`` that are DTensors; quick, for lists of thousands."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None:  # what defines them takes long to import, and was not: there are none
+    if module is None:  # nothing imported the module that defines them, so there are none
         return set()
     return {kind for kind in set(map(type, tensors)) if issubclass(kind, module.DTensor)}
 
@@ -62,16 +61,3 @@ def share_flags(flags: Iterable[Tensor], meshes: Iterable[Any]) -> None:
 def has_shards(model: torch.nn.Module) -> bool:
     """Whether a parameter of ``model`` is a DTensor."""
     return bool(_sharded_types(model.parameters()))
-
-
-def convert_sharded_network(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """As ``fp16_utils.convert_network``, through the one method by which FSDP2 notices."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]
-    kept = {id(t) for norm in norms for t in (*norm.parameters(), *norm.buffers())}
-    kept |= {id(p.grad) for norm in norms for p in norm.parameters() if p.grad is not None}
-
-    def cast(tensor: Tensor) -> Tensor:
-        is_left = id(tensor) in kept or not tensor.is_floating_point()
-        return tensor if is_left else tensor.to(dtype)
-
-    model._apply(cast)

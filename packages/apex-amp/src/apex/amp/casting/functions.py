@@ -1,4 +1,4 @@
-"""Casts of functions that torch's dispatcher never sees whole: written in Python, or operators."""
+"""Casts of functions that torch's dispatcher sees only in parts: Python functions, operators."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ._nested import applier, to_type
+from .casts import HALVES, applier, to_float32, to_type
 
 # Functions of several ops, some of which would run in 16 bits.
 _FLOAT32_FUNCTIONS = ((F, "interpolate"), (F, "multilabel_soft_margin_loss"))
 # `half += float32` makes a float32 tensor of the left side, as `half + float32` does.
 _IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__")
-# Of two tensors, in float32 if one of them is, as amp's lists say. Left to themselves they take a
-# float32 tensor without dimensions for a number: a sum, a norm, a learned temperature.
+# With one operand in float32 these run in float32, as amp's lists say. torch itself takes a float32
+# tensor without dimensions (a sum, a norm, a learned temperature) for a number.
 _ARITHMETIC = ("add", "div", "mul")
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 _OPERATORS = (
@@ -26,12 +26,11 @@ _OPERATORS = (
     *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rdiv__"),
     *("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"),
 )
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @contextlib.contextmanager
 def cast_functions(except_for: Collection[tuple[int, str]] = ()) -> Iterator[None]:
-    """Have these functions cast, where autocast is on, within the context.
+    """Let these functions cast within the context, where autocast is on.
 
     Args:
         except_for: functions to leave alone, as ``(id(module), name)``.
@@ -73,16 +72,16 @@ def replaced(module: Any, name: str, make: Callable[[Callable], Callable]) -> It
 
 
 def static_or_class_method(module: Any, name: str) -> staticmethod | classmethod | None:
-    """What a class has by the name, if that is one of the two: getattr gives the function in it."""
+    """The static or class method of that name, which getattr would unpack; None for all else."""
     found = inspect.getattr_static(module, name, None) if isinstance(module, type) else None
     return found if isinstance(found, (staticmethod, classmethod)) else None
 
 
 def _casts(tensor: Any) -> bool:
-    """Whether casts are on here and now for this tensor, and it is in 16 bits."""
+    """Whether the tensor is in 16 bits, and casts are on in this thread for its device."""
     return (
         isinstance(tensor, torch.Tensor)
-        and tensor.dtype in _HALVES
+        and tensor.dtype in HALVES
         and tensor.device.type != "meta"  # which has no autocast
         and torch.is_autocast_enabled(tensor.device.type)
     )
@@ -122,14 +121,14 @@ def _is_array(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() > 0
 
 
-@functools.cache  # scripted code finds the function that stands for an operator by its id
+@functools.cache  # TorchScript finds the operator of a function by the function's id
 def _with_scalars(function: Callable) -> Callable:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values()) if kwargs else args
         if len(operands) > 1 and _meets_scalar(operands[0], operands[1]):
-            args = tuple(map(_to_float32, args))
-            kwargs = {k: v if k == "out" else _to_float32(v) for k, v in kwargs.items()}
+            args = tuple(map(to_float32, args))
+            kwargs = {k: v if k == "out" else to_float32(v) for k, v in kwargs.items()}
         return function(*args, **kwargs)
 
     name = function.__name__
@@ -139,15 +138,10 @@ def _with_scalars(function: Callable) -> Callable:
 
 
 def _meets_scalar(a: Any, b: Any) -> bool:
-    """Whether one is a tensor to cast, and the other float32 without dimensions."""
+    """Whether one is a tensor to cast, and the other a float32 tensor without dimensions."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     if a.dtype is b.dtype or (a.dim() == 0) is (b.dim() == 0):
         return False
     scalar, tensor = (b, a) if a.dim() else (a, b)
     return scalar.dtype is torch.float32 and _casts(tensor)
-
-
-def _to_float32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in _HALVES
-    return value.float() if is_half else value

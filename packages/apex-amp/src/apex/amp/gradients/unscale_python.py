@@ -1,6 +1,6 @@
 """Unscaling one gradient at a time, in plain torch; for scripts that call it.
 
-amp itself unscales whole lists in one pass (:mod:`.multi_tensor`).
+amp itself unscales whole lists in one pass (:mod:`apex.amp.multi_tensor`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a script has changed in :mod:`apex.amp.lists`: those functions are treated as registered."""
+"""Finds what a script has changed in :mod:`apex.amp.lists`; amp takes it as registrations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .lists import functional_overrides, tensor_overrides, torch_overrides
+from ..lists import functional_overrides, tensor_overrides, torch_overrides
 
 WIDEST = "widest"  # among the dtypes of the arguments
 # (id of module, name) -> (module, target): a dtype, WIDEST, or None for no cast at all.
@@ -35,7 +35,7 @@ _SHIPPED = {patch_type: _targets(patch_type) for patch_type in _LOWER_LISTS}
 
 
 def list_changes(patch_type: torch.dtype) -> Registry:
-    """The functions whose list is not the one that they were shipped in.
+    """The functions that a script has put into another list, or has added or removed.
 
     Raises:
         ValueError: a list names a function that its module does not have.

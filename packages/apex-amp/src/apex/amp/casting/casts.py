@@ -1,4 +1,4 @@
-"""Casts of floating-point tensors inside of nested arguments and outputs."""
+"""Casts of tensors, alone and inside of nested arguments and outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
+HALVES = (torch.float16, torch.bfloat16)
 _SEQUENCES = (list, set, frozenset, collections.deque)
+
+
+def to_float32(value: Any) -> Any:
+    """Cast a 16-bit tensor to float32; anything else is left as it is."""
+    is_half = isinstance(value, torch.Tensor) and value.dtype in HALVES
+    return value.float() if is_half else value
 
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:
