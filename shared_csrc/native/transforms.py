@@ -36,6 +36,20 @@ def needs_plain() -> bool:
     return is_transformed() or _in_forward_mode() or torch._C._get_tracing_state() is not None
 
 
+def kernels_serve() -> bool:
+    """Whether operators have an answer to what is around this call.
+
+    To ``vmap`` without gradients they have; to forward mode, other transforms of ``torch.func``,
+    ``torch.jit.trace`` and an export to ONNX, whose runtime does not know them, they have not.
+    """
+    if _in_forward_mode() or torch._C._get_tracing_state() is not None:
+        return False
+    is_compiling = torch.compiler.is_compiling()
+    if is_transformed():  # compilers see grad mode only from outside
+        return not is_compiling and not torch.is_grad_enabled()
+    return not (is_compiling and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+
+
 def differentiated_again() -> bool:
     """Whether the gradient that a ``backward`` computes is differentiated in turn.
 

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from apex.contrib import _ops
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
@@ -91,28 +90,6 @@ def test_ops_check_what_would_read_foreign_memory(changed, message):
 def test_forward_op_refuses_float32_losses_of_float64():
     with pytest.raises(RuntimeError, match="float32 for 16-bit logits; got float32 for float64"):
         softmax_xentropy_forward(X.double(), Y, 0.0, None, True)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_transforms_are_refused(compiled):
-    """In compiled code torch gave gradients of zero instead of its error."""
-    gradient = torch.func.grad(lambda x: SoftmaxCrossEntropyLoss.apply(x, Y, 0.1, None).sum())
-    if compiled:
-        torch.compiler.reset()
-        gradient = torch.compile(gradient, backend="eager")
-    with pytest.raises(RuntimeError, match="setup_context"):
-        gradient(X)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_forward_mode_is_refused(compiled):
-    """In compiled code torch dropped the tangent instead of raising its error."""
-    loss = lambda x: SoftmaxCrossEntropyLoss.apply(x, Y, 0.1, None)
-    if compiled:
-        torch.compiler.reset()
-        loss = torch.compile(loss, backend="eager")
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        loss(forward_ad.make_dual(X, X))
 
 
 class TestLegacyModule:

@@ -1,5 +1,5 @@
 """Cross entropy with label smoothing that reads the logits once in each direction."""
 
-from .softmax_xentropy import SoftmaxCrossEntropyLoss
+from .softmax_xentropy import SoftmaxCrossEntropyLoss, decompositions
 
-__all__ = ["SoftmaxCrossEntropyLoss"]
+__all__ = ["SoftmaxCrossEntropyLoss", "decompositions"]

@@ -10,7 +10,7 @@ from .._ops import library
 
 @library.define(
     "softmax_xentropy_forward(Tensor logits, Tensor labels, float smoothing, int? padding_idx, "
-    "bool half_to_float) -> (Tensor, Tensor, Tensor)"
+    "bool half_to_float) -> (Tensor losses, Tensor maxima, Tensor sums_exp)"
 )
 def softmax_xentropy_forward(
     logits: Tensor,

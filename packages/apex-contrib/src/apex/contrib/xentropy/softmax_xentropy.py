@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._shared.native.transforms import differentiated_again, refuse_transforms
+from .._shared.native.formula import Formula
 from . import ops
 
-__all__ = ["SoftmaxCrossEntropyLoss"]
+__all__ = ["SoftmaxCrossEntropyLoss", "decompositions"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class SoftmaxCrossEntropyLoss(torch.autograd.Function):
+def _reference(
+    logits: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    padding_idx: int | None,
+    half_to_float: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``softmax_xentropy_forward`` does, in plain PyTorch."""
+    labels = labels[:, None]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    is_padding = torch.zeros_like(labels, dtype=torch.bool)
+    if padding_idx is not None:
+        is_padding = labels == padding_idx
+        # Before the arithmetic: a NaN of a padding row would reach its gradient.
+        wide = wide.masked_fill(is_padding, 0)
+    classes = logits.shape[1]
+    maxima = wide.detach().amax(1)
+    shifted = wide - maxima[:, None]
+    sums_exp = shifted.exp().sum(1)
+    # A label that is no class reaches this on a GPU alone.
+    is_class = (labels >= 0) & (labels < classes)
+    of_label = shifted.gather(1, labels.where(is_class, 0))
+    of_label = of_label.masked_fill(~is_class & ~is_padding, torch.nan)[:, 0]
+    losses = sums_exp.log() - (1 - smoothing) * of_label - smoothing * shifted.mean(1)
+    is_padding = is_padding[:, 0]
+    losses = losses.masked_fill(is_padding, 0)
+    sums_exp = sums_exp.masked_fill(is_padding, 1)
+    dtype = torch.float32 if half_to_float else logits.dtype
+    return losses.to(dtype), maxima, sums_exp
+
+
+_softmax_xentropy = Formula(
+    "SoftmaxCrossEntropyLoss",
+    ops.softmax_xentropy_forward,
+    ops.softmax_xentropy_backward,
+    _reference,
+    saves=("logits", "maxima", "sums_exp", "labels", "smoothing", "padding_idx"),
+    grads=("logits",),
+    rows={"logits": 1, "labels": 0},
+)
+
+
+class SoftmaxCrossEntropyLoss:
     r"""Cross entropy of each row of logits with its label; call :meth:`apply`.
 
     .. math::
@@ -26,8 +69,9 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
 
     which is ``F.cross_entropy(logits, labels, label_smoothing=s, reduction="none")``, but for the
     padding. Neither probabilities nor their logarithms are stored: the forward pass reads the
-    logits once, the backward pass reads them again and writes the gradient. A gradient that is
-    taken with ``create_graph=True`` is computed by plain PyTorch and can be differentiated again.
+    logits once, the backward pass reads them again and writes the gradient. Plain PyTorch computes
+    the same within transforms of ``torch.func`` and in forward mode, and gradients that are taken
+    with ``create_graph=True``. DTensors that are sharded along the rows stay on their processes.
 
     .. warning::
         **``padding_idx`` is 0 unless you say otherwise: every row with label 0 then has loss 0 and
@@ -42,8 +86,7 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         logits: Tensor,
         labels: Tensor,
         smoothing: float = 0.0,
@@ -68,59 +111,33 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
         Raises:
             ValueError: shapes or devices do not fit, ``smoothing`` is out of range, or
                 ``half_to_float`` is asked for other logits.
-            TypeError: a dtype is not one of those above.
+            TypeError: a dtype is not one of those above, or one operand alone is a DTensor.
             RuntimeError: a label is out of range; on the CPU. On a GPU, where the check would wait
-                for the device, that row's loss and gradient are NaN. Also where a transform of
-                ``torch.func`` is around the call, as with all classes like this.
+                for the device, that row's loss and gradient are NaN; also where plain PyTorch
+                computes.
 
         Source:
             Szegedy et al., *Rethinking the Inception Architecture*, CVPR 2016, section 7.
         """
-        refuse_transforms("SoftmaxCrossEntropyLoss", "Use torch.nn.functional.cross_entropy there.")
         _check(logits, labels, smoothing, half_to_float)
-        losses, maxima, sums_exp = ops.softmax_xentropy_forward(
-            logits, labels, smoothing, padding_idx, half_to_float
-        )
-        ctx.save_for_backward(logits, maxima, sums_exp, labels)
-        ctx.smoothing = smoothing
-        ctx.padding_idx = padding_idx
-        return losses
+        return _softmax_xentropy(logits, labels, smoothing, padding_idx, half_to_float)
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the logits; ``grad_losses`` ``[N]`` is only read."""
-        if differentiated_again():
-            logits, _, _, labels = ctx.saved_tensors
-            grad_logits = _plain_gradient(
-                grad_losses, logits, labels, ctx.smoothing, ctx.padding_idx
-            )
-        else:
-            grad_logits = ops.softmax_xentropy_backward(
-                grad_losses, *ctx.saved_tensors, ctx.smoothing, ctx.padding_idx
-            )
-        return grad_logits, None, None, None, None
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int | None = 0,
+        half_to_float: bool = False,
+    ) -> Tensor:
+        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
+        return SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)
 
 
-def _plain_gradient(
-    grad_losses: Tensor, logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int | None
-) -> Tensor:
-    """Return what ``softmax_xentropy_backward`` does, differentiable any number of times."""
-    labels = labels[:, None]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    grad = grad_losses[:, None].to(wide.dtype)
-    if padding_idx is not None:
-        # Before the arithmetic: 0 times a NaN of a padding row would not be 0.
-        wide = wide.masked_fill(labels == padding_idx, 0)
-        grad = grad.masked_fill(labels == padding_idx, 0)
-    classes = logits.shape[1]
-    is_label = torch.arange(classes, device=logits.device) == labels
-    target = is_label.to(wide.dtype) * (1 - smoothing) + smoothing / classes
-    # A label that is no class reaches this on a GPU alone.
-    no_class = (labels < 0) | (labels >= classes)
-    if padding_idx is not None:
-        no_class = no_class & (labels != padding_idx)
-    grad = grad.masked_fill(no_class, torch.nan)
-    return (grad * (wide.softmax(1) - target)).to(logits.dtype)
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """ATen's operators for those of this folder, for ``ExportedProgram.run_decompositions``."""
+    return _softmax_xentropy.decompositions()
 
 
 def _check(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> None:

@@ -1,0 +1,314 @@
+"""What every function that is a Formula must answer: ``CHECKS``, one test each, of one ``Case``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import func
+from torch.autograd import forward_ad
+
+from .accuracy import assert_as_accurate_as
+from .grids import FLOATS
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function and how to call it.
+
+    Args:
+        function: what users call; all its arguments are positional.
+        arguments: ``(dtype, device) -> arguments``, a few rows.
+        oracle: the function in plain PyTorch.
+        grads: positions of the arguments that have gradients.
+        rows: positions of the arguments that are made of rows; the first dimension counts rows.
+        operators: the raw forward and backward operator.
+        decompositions: the function that gives their table.
+        ulps: how often float64 results are rounded, see ``assert_as_accurate_as``.
+    """
+
+    function: Callable[..., torch.Tensor]
+    arguments: Callable[[torch.dtype, Any], tuple]
+    oracle: Callable[..., torch.Tensor]
+    grads: tuple[int, ...]
+    rows: tuple[int, ...]
+    operators: tuple[Any, Any]
+    decompositions: Callable[[], dict]
+    ulps: float = 1.0
+
+    def of_grads(self, arguments: tuple, function: Callable | None = None) -> tuple:
+        """A function of the differentiable arguments alone, and these."""
+        positions, other = self.grads, list(arguments)
+        call = function or self.function
+
+        def of(*values):
+            given = list(other)
+            for i, value in zip(positions, values, strict=True):
+                given[i] = value
+            return call(*given)
+
+        return of, tuple(arguments[i] for i in positions)
+
+
+def _with_gradients(function, values, seed):
+    values = [v.detach().requires_grad_() for v in values]
+    y = function(*values)
+    return y.detach(), *torch.autograd.grad(y, values, seed)
+
+
+def _summed(function):
+    return lambda *values: function(*values).sin().sum()
+
+
+def check_accuracy(case, device):
+    for dtype in FLOATS:
+        arguments = case.arguments(dtype, device)
+        fused, values = case.of_grads(arguments)
+        seed = torch.randn_like(fused(*values))
+        actual = _with_gradients(fused, values, seed)
+        again = torch.autograd.grad(
+            fused(*[v.requires_grad_() for v in values]), values, seed, create_graph=True
+        )
+        plain, _ = case.of_grads(arguments, case.oracle)
+        of = lambda *given: _with_gradients(plain, given[:-1], given[-1])
+        ulps = case.ulps if dtype == torch.float64 else 1.0
+        values = [v.detach() for v in values]
+        assert_as_accurate_as(of, actual, *values, seed, ulps=ulps)
+        assert_as_accurate_as(lambda *given: of(*given)[1:], tuple(again), *values, seed, ulps=ulps)
+        assert [a.dtype for a in actual[1:]] == [v.dtype for v in values]
+
+
+def check_compiled(case, device):
+    """In one graph, which has our operators in both directions."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    targets = []
+
+    def remember(graph, _):
+        targets.extend(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    fused, values = case.of_grads(case.arguments(torch.float32, device))
+    seed = torch.randn_like(fused(*values))
+    torch.compiler.reset()
+    compiled = torch.compile(
+        fused, backend=aot_autograd(fw_compiler=remember, bw_compiler=remember), fullgraph=True
+    )
+    torch.testing.assert_close(
+        _with_gradients(compiled, values, seed), _with_gradients(fused, values, seed)
+    )
+    assert set(case.operators) <= set(targets)
+
+
+def check_derivatives(case, device):
+    fused, values = case.of_grads(case.arguments(torch.float64, device))
+    values = tuple(v.requires_grad_() for v in values)
+    assert torch.autograd.gradcheck(fused, values, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(fused, values)
+
+
+def check_func(case, device):
+    """torch.func: gradients, eager and compiled, of gradients, forward and both."""
+    arguments = case.arguments(torch.float64, device)
+    fused, values = case.of_grads(arguments)
+    plain, _ = case.of_grads(arguments, case.oracle)
+    positions = tuple(range(len(values)))
+    transforms = {
+        "grad": lambda f: func.grad(_summed(f), positions),
+        "jacrev": lambda f: func.jacrev(f, positions),
+        "jacfwd": lambda f: func.jacfwd(f, positions),
+        "hessian": lambda f: func.hessian(_summed(f), positions),
+    }
+    for transform in transforms.values():
+        torch.testing.assert_close(transform(fused)(*values), transform(plain)(*values))
+    torch.compiler.reset()
+    compiled = torch.compile(transforms["grad"](fused), backend="eager", fullgraph=True)
+    expected = transforms["grad"](plain)(*values)
+    assert all(e.abs().max() > 0 for e in expected)
+    torch.testing.assert_close(compiled(*values), expected)
+
+
+def check_forward_mode(case, device):
+    arguments = case.arguments(torch.float64, device)
+    fused, values = case.of_grads(arguments)
+    plain, _ = case.of_grads(arguments, case.oracle)
+    tangents = tuple(v.cos() for v in values)
+    actual, expected = (func.jvp(f, values, tangents) for f in (fused, plain))
+    torch.testing.assert_close(actual, expected)
+    for grad_enabled in (False, True):
+        with torch.set_grad_enabled(grad_enabled), forward_ad.dual_level():
+            duals = [forward_ad.make_dual(v, t) for v, t in zip(values, tangents, strict=True)]
+            tangent = forward_ad.unpack_dual(fused(*duals)).tangent
+        torch.testing.assert_close(tangent, expected[1])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *v: func.jvp(fused, v, tangents)[1], backend="eager")
+    torch.testing.assert_close(compiled(*values), expected[1])
+
+
+def check_vmap(case, device):
+    """Without gradients, more rows for the kernels, in the same bits; with them, of each sample."""
+    samples = [case.arguments(torch.float32, device) for _ in range(3)]
+    dims = tuple(1 if i in case.rows else None for i in range(len(samples[0])))
+    batch = tuple(
+        torch.stack([s[i] for s in samples], 1) if i in case.rows else samples[0][i]
+        for i in range(len(dims))
+    )
+    each = [tuple(s[i] if i in case.rows else batch[i] for i in range(len(dims))) for s in samples]
+    for grad_enabled in (False, True):
+        with torch.set_grad_enabled(grad_enabled):
+            actual = func.vmap(case.function, dims)(*batch)
+            expected = torch.stack([case.function(*arguments) for arguments in each])
+        if grad_enabled:
+            torch.testing.assert_close(actual, expected)
+        else:
+            assert torch.equal(actual, expected)
+    gradients = func.vmap(func.grad(_summed(case.function), case.grads), dims)(*batch)
+    expected = [func.grad(_summed(case.oracle), case.grads)(*arguments) for arguments in each]
+    for actual, *expected in zip(gradients, *expected, strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected))
+
+
+def check_export(case, device):
+    """An exported program has our operator, and ATen's alone once it is decomposed."""
+    arguments = case.arguments(torch.float32, device)
+    tensors = tuple(a for a in arguments if isinstance(a, torch.Tensor))
+    options = arguments[len(tensors) :]
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            return case.function(*tensors, *options)
+
+    program = torch.export.export(Model(), tensors)
+    assert case.operators[0] in [node.target for node in program.graph.nodes]
+    expected = case.function(*arguments)
+    torch.testing.assert_close(program.module()(*tensors), expected)
+    program = program.run_decompositions(case.decompositions())
+    namespaces = {n.target.namespace for n in program.graph.nodes if n.op == "call_function"}
+    assert namespaces <= {"aten", "prims"}
+    torch.testing.assert_close(program.module()(*tensors), expected)
+
+
+def check_decompositions(case, device):
+    """Both operators' decompositions give what the operators give."""
+    table = case.decompositions()
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = case.arguments(dtype, device)
+        forward, backward = case.operators
+        results = forward(*arguments)
+        _assert_alike(table[forward](*arguments), results, dtype)
+        fused, values = case.of_grads(arguments)
+        seen = []
+
+        class Recording(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, target, types, args=(), kwargs=None):
+                result = target(*args, **(kwargs or {}))
+                if target is backward:
+                    seen.append((args, result))
+                return result
+
+        y = fused(*[v.requires_grad_() for v in values])
+        with Recording():
+            torch.autograd.grad(y, values, torch.randn_like(y))
+        ((given, expected),) = seen
+        _assert_alike(table[backward](*given), expected, dtype)
+
+
+def _assert_alike(actual, expected, dtype):
+    pairs = (
+        [(actual, expected)]
+        if isinstance(actual, torch.Tensor)
+        else zip(actual, expected, strict=True)
+    )
+    unit = 2 * torch.finfo(dtype).eps
+    for a, e in pairs:
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        torch.testing.assert_close(a, e, rtol=unit, atol=4 * unit)
+
+
+def check_traced(case, device):
+    """torch.jit.trace records plain PyTorch, which any runtime has."""
+    arguments = case.arguments(torch.float32, device)
+    tensors = tuple(a for a in arguments if isinstance(a, torch.Tensor))
+    options = arguments[len(tensors) :]
+    traced = torch.jit.trace(lambda *t: case.function(*t, *options), tensors)
+    assert not any("apex" in node.kind() for node in traced.graph.nodes())
+    torch.testing.assert_close(traced(*tensors), case.function(*arguments))
+
+
+def check_autocast(case, device):
+    """Changes nothing but dtypes: results are those of the dtype that comes out."""
+    arguments = case.arguments(torch.float32, device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        y = case.function(*arguments)
+    unit = 4 * torch.finfo(y.dtype).eps
+    torch.testing.assert_close(y, case.function(*arguments).to(y.dtype), rtol=unit, atol=unit)
+
+
+def check_some_gradients(case, device):
+    """Arguments that want no gradient get none, and the others the same."""
+    fused, values = case.of_grads(case.arguments(torch.float32, device))
+    seed = torch.randn_like(fused(*values))
+    expected = _with_gradients(fused, values, seed)[1:]
+    for wanted in range(len(values)):
+        given = [v.detach().requires_grad_(i == wanted) for i, v in enumerate(values)]
+        fused(*given).backward(seed)
+        assert [v.grad is None for v in given] == [i != wanted for i in range(len(values))]
+        torch.testing.assert_close(given[wanted].grad, expected[wanted])
+
+
+CHECKS = {
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_accuracy,
+        check_compiled,
+        check_derivatives,
+        check_func,
+        check_forward_mode,
+        check_vmap,
+        check_export,
+        check_decompositions,
+        check_traced,
+        check_autocast,
+        check_some_gradients,
+    )
+}
+
+
+def check_sharded(case: Case, rank: int, world_size: int) -> None:
+    """DTensors: rows stay where they are; gradients of what rows share are summed.
+
+    For a test with processes, which calls it on each.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    arguments = case.arguments(torch.float32, "cpu")
+    fused, values = case.of_grads(arguments)
+    seed = torch.randn_like(fused(*values))
+    expected = _with_gradients(fused, values, seed)
+    for placement in (Shard(0), Replicate(), Shard(1)):
+        placed = []
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, torch.Tensor):
+                is_row = i in case.rows and (
+                    placement.is_replicate() or placement.dim < argument.dim()
+                )
+                where = placement if is_row else Replicate()
+                argument = distribute_tensor(argument, mesh, [where])
+                if i in case.grads:
+                    argument.requires_grad_()
+            placed.append(argument)
+        with CommDebugMode() as communication:
+            y = case.function(*placed)
+        assert isinstance(y, DTensor)
+        assert bool(communication.get_total_counts()) == (placement == Shard(1))
+        torch.testing.assert_close(y.full_tensor(), expected[0])
+        y.backward(distribute_tensor(seed, mesh, y.placements))
+        for i, gradient in zip(case.grads, expected[1:], strict=True):
+            torch.testing.assert_close(placed[i].grad.full_tensor(), gradient)

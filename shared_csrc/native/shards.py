@@ -1,0 +1,71 @@
+"""Formulas of DTensors: every process computes the rows of its shard, without communication.
+
+Only what does not consist of whole rows is gathered first: arguments that are sharded along a row,
+shared ones that are sharded at all. Gradients of shared tensors are summed over the processes and
+come back placed as the tensors are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+if TYPE_CHECKING:
+    from .formula import Formula
+
+
+def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
+    """Call ``formula`` with local tensors, and make DTensors of its outputs.
+
+    Raises:
+        TypeError: some of the tensors are DTensors, but not all.
+        ValueError: they are on several device meshes.
+    """
+    first = next(iter(formula.rows))
+    _check(formula, arguments)
+    x = arguments[first]
+    mesh, lead = x.device_mesh, x.dim() - formula.rows[first]
+    placements = [
+        p if isinstance(p, Shard) and p.dim % x.dim() < lead else Replicate() for p in x.placements
+    ]
+    # Each process sees some of the rows: its gradient of what they share is a part of the sum.
+    sums = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
+    local = list(arguments)
+    for i in formula.rows:
+        if local[i] is not None:
+            placed = local[i].redistribute(mesh, placements)
+            local[i] = placed.to_local(grad_placements=placements)
+    for i in formula.shared:
+        if local[i] is not None:
+            placed = local[i].redistribute(mesh, [Replicate()] * mesh.ndim)
+            local[i] = placed.to_local(grad_placements=sums)
+    outputs = formula(*local)
+
+    def whole(output: torch.Tensor) -> DTensor:
+        shape = (*x.shape[:lead], *output.shape[lead:])
+        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        return DTensor.from_local(
+            output, mesh, placements, shape=torch.Size(shape), stride=strides, run_check=False
+        )
+
+    return tuple(map(whole, outputs)) if formula.outputs > 1 else whole(outputs)
+
+
+def _check(formula: Formula, arguments: tuple[Any, ...]) -> None:
+    tensors = [t for t in arguments[: formula.tensors] if t is not None]
+    plain = next((t for t in tensors if not isinstance(t, DTensor)), None)
+    if plain is not None:
+        raise TypeError(
+            f"{formula.name}: where one operand is a DTensor, all must be, but one is a plain "
+            f"tensor {list(plain.shape)}. Distribute it, for instance with "
+            "torch.distributed.tensor.distribute_tensor."
+        )
+    meshes = {t.device_mesh for t in tensors}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"{formula.name}: operands must be on one device mesh, got "
+            f"{', '.join(map(str, meshes))}."
+        )
