@@ -41,7 +41,7 @@ class Formula:
         name: str,
         forward: Any,
         backward: Any,
-        reference: Callable[..., tuple[Tensor, ...]],
+        reference: Callable[..., Tensor | tuple[Tensor, ...]],
         *,
         saves: Sequence[str],
         grads: Sequence[str],
@@ -114,7 +114,7 @@ class Formula:
         def outputs(*values: Tensor) -> tuple[Tensor, ...]:
             for i, value in zip(positions, values, strict=True):
                 given[i] = value
-            return tuple(self.reference(*given)[: self.outputs])
+            return _as_tuple(self.reference(*given))[: self.outputs]
 
         wide = [torch.promote_types(given[i].dtype, torch.float32) for i in positions]
         values = [arguments[i].to(d) for i, d in zip(positions, wide, strict=True)]
@@ -147,13 +147,17 @@ class Formula:
         return any(isinstance(a, module.DTensor) for a in arguments[: self.tensors])
 
 
+def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
 def _function_of(formula: Formula) -> type[torch.autograd.Function]:
     """What eager and compiled code differentiate once."""
     tensors = formula.tensors
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = formula.forward(*arguments)
-        kept = [results[i] for i in formula._kept]
+        kept = [_as_tuple(results)[i] for i in formula._kept]
         ctx.save_for_backward(*arguments[:tensors], *kept)
         ctx.options = arguments[tensors:]
         return formula.of_user(results)
@@ -166,9 +170,7 @@ def _function_of(formula: Formula) -> type[torch.autograd.Function]:
         else:
             pool = (*saved, *ctx.options)
             results = formula.backward(*gradients, *[pool[i] for i in formula._saves])
-            if isinstance(results, Tensor):
-                results = (results,)
-        by_position = dict(zip(formula.grads, results, strict=True))
+        by_position = dict(zip(formula.grads, _as_tuple(results), strict=True))
         return tuple(by_position.get(i) for i in range(tensors + len(ctx.options)))
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -1,47 +1,43 @@
-"""my_op: says in one sentence what it computes; here, each row minus its mean."""
+"""my_op: says in one sentence what it computes; here, each row times its mean."""
 
 import torch
 from torch import Tensor
 
 from .._ops import library
-from .._shared.native.transforms import differentiated_again, needs_plain
+from .._shared.native.formula import Formula
+from .._shared.native.operands import check_floating, exact
 
-__all__ = ["my_op"]
-
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+__all__ = ["decompositions", "my_op"]
 
 
-@library.define("my_op(Tensor x) -> Tensor")
-def my_op_kernel(x: Tensor) -> Tensor:
-    """``y = x - mean(x)`` over the last dimension of contiguous ``x``; ``y`` is like ``x``."""
+@library.define("my_op_forward(Tensor x) -> Tensor")
+def my_op_forward(x: Tensor) -> Tensor:
+    """``y = x * mean(x)`` over the last dimension of contiguous ``x``; ``y`` is like ``x``."""
     return torch.empty_like(x)
 
 
-def _plain(x: Tensor) -> Tensor:
-    """The formula without fusion: for derivatives beyond the first, ``torch.func`` and the like."""
+@library.define("my_op_backward(Tensor dy, Tensor x) -> Tensor")
+def my_op_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """``dx = dy * mean(x) + mean(dy * x)``; ``dx`` is like ``x``."""
+    return torch.empty_like(x)
+
+
+def _reference(x: Tensor) -> Tensor:
+    """The forward in plain PyTorch, from which every further derivative follows."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide - wide.mean(-1, keepdim=True)).to(x.dtype)
+    return (wide * wide.mean(-1, keepdim=True)).to(x.dtype)
 
 
-class _MyOp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return my_op_kernel(x.contiguous())
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        if differentiated_again():
-            return torch.func.vjp(_plain, x)[1](grad)[0]
-        # Subtracting the mean is its own adjoint; call the kernel of your own gradient here.
-        return my_op_kernel(grad.contiguous())
+_my_op = Formula(
+    "my_op", my_op_forward, my_op_backward, _reference, saves=("x",), grads=("x",), rows={"x": 1}
+)
+decompositions = _my_op.decompositions
 
 
 def my_op(x: Tensor) -> Tensor:
-    r"""Subtract from each row its mean.
+    r"""Multiply each row with its mean.
 
-    .. math:: y = x - \frac{1}{n} \sum_{i=1}^{n} x_i
+    .. math:: y = \frac{x}{n} \sum_{i=1}^{n} x_i
 
     Args:
         x: ``[..., columns]``; float64, float32, float16 or bfloat16; any layout.
@@ -57,8 +53,7 @@ def my_op(x: Tensor) -> Tensor:
     Source:
         The paper and the number of the equation.
     """
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"my_op: x must be floating point, got {x.dtype}.")
+    check_floating("my_op", "x", x)
     if x.dim() == 0:
         raise ValueError("my_op: x must have at least one dimension, got a 0-d tensor.")
-    return _plain(x) if needs_plain() else _MyOp.apply(x)
+    return _my_op(exact(x))

@@ -12,23 +12,44 @@ inline namespace APEX_BACKEND_NS {
 namespace {
 
 // Rows are the last dimension of x, which Python has made contiguous.
-Tensor my_op(const Tensor& x) {
-  check_tensors("my_op", {{"x", x}});
-  check(x.dim() > 0 && x.is_contiguous(), "my_op: x must be contiguous rows, got ", describe(x),
-        ".");
+Tensor my_op_forward(const Tensor& x) {
+  check_tensors("my_op_forward", {{"x", x}});
+  check(x.dim() > 0 && x.is_contiguous(), "my_op_forward: x must be contiguous rows, got ",
+        describe(x), ".");
   Tensor y = empty_like(x, x.scalar_type());
   if (x.numel() == 0) return y;
   int64_t columns = x.size(-1);
   Context context(x);
-  dispatch_floating("my_op", x.scalar_type(), [&]<class S>() {
-    rowwise(context, x.numel() / columns, columns, MyOp<S>{data<S>(x, "x"), data<S>(y, "y")});
+  dispatch_floating("my_op_forward", x.scalar_type(), [&]<class S>() {
+    rowwise(context, x.numel() / columns, columns,
+            MyOpForward<S>{data<S>(x, "x"), data<S>(y, "y")});
   });
   return y;
 }
 
+Tensor my_op_backward(const Tensor& dy_of_any_layout, const Tensor& x) {
+  check_tensors("my_op_backward", {{"x", x}, {"dy", dy_of_any_layout}});
+  check(x.dim() > 0 && x.is_contiguous(), "my_op_backward: x must be contiguous rows, got ",
+        describe(x), ".");
+  Tensor dy = as_contiguous(dy_of_any_layout);  // often one number, expanded
+  check_like("my_op_backward", "dy", dy, x.numel(), x.scalar_type(), x);
+  Tensor dx = empty_like(x, x.scalar_type());
+  if (x.numel() == 0) return dx;
+  int64_t columns = x.size(-1);
+  Context context(x);
+  dispatch_floating("my_op_backward", x.scalar_type(), [&]<class S>() {
+    rowwise(context, x.numel() / columns, columns,
+            MyOpBackward<S>{data<S>(dy, "dy"), data<S>(x, "x"), data<S>(dx, "dx")});
+  });
+  return dx;
+}
+
 }  // namespace
 
-APEX_KERNELS(apex_my_package, m) { m.impl("my_op", TORCH_BOX(&my_op)); }
+APEX_KERNELS(apex_my_package, m) {
+  m.impl("my_op_forward", TORCH_BOX(&my_op_forward));
+  m.impl("my_op_backward", TORCH_BOX(&my_op_backward));
+}
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::my_package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import func
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accuracy import assert_as_accurate_as
 from .grids import FLOATS
@@ -63,21 +65,24 @@ def _summed(function):
 
 
 def check_accuracy(case, device):
+    """Of results and gradients, from the kernels and with ``create_graph=True``."""
     for dtype in FLOATS:
         arguments = case.arguments(dtype, device)
         fused, values = case.of_grads(arguments)
+        plain, _ = case.of_grads(arguments, case.oracle)
         seed = torch.randn_like(fused(*values))
         actual = _with_gradients(fused, values, seed)
-        again = torch.autograd.grad(
-            fused(*[v.requires_grad_() for v in values]), values, seed, create_graph=True
-        )
-        plain, _ = case.of_grads(arguments, case.oracle)
-        of = lambda *given: _with_gradients(plain, given[:-1], given[-1])
+        leaves = [v.detach().requires_grad_() for v in values]
+        again = torch.autograd.grad(fused(*leaves), leaves, seed, create_graph=True)
+        of = functools.partial(_of_oracle, plain)
         ulps = case.ulps if dtype == torch.float64 else 1.0
-        values = [v.detach() for v in values]
         assert_as_accurate_as(of, actual, *values, seed, ulps=ulps)
-        assert_as_accurate_as(lambda *given: of(*given)[1:], tuple(again), *values, seed, ulps=ulps)
+        assert_as_accurate_as(of, (actual[0], *again), *values, seed, ulps=ulps)
         assert [a.dtype for a in actual[1:]] == [v.dtype for v in values]
+
+
+def _of_oracle(plain, *given):
+    return _with_gradients(plain, given[:-1], given[-1])
 
 
 def check_compiled(case, device):
@@ -167,8 +172,8 @@ def check_vmap(case, device):
             assert torch.equal(actual, expected)
     gradients = func.vmap(func.grad(_summed(case.function), case.grads), dims)(*batch)
     expected = [func.grad(_summed(case.oracle), case.grads)(*arguments) for arguments in each]
-    for actual, *expected in zip(gradients, *expected, strict=True):
-        torch.testing.assert_close(actual, torch.stack(expected))
+    for actual, *of_samples in zip(gradients, *expected, strict=True):
+        torch.testing.assert_close(actual, torch.stack(of_samples))
 
 
 def check_export(case, device):
@@ -194,36 +199,37 @@ def check_export(case, device):
 def check_decompositions(case, device):
     """Both operators' decompositions give what the operators give."""
     table = case.decompositions()
+    forward, backward = case.operators
     for dtype in (torch.float32, torch.bfloat16):
         arguments = case.arguments(dtype, device)
-        forward, backward = case.operators
-        results = forward(*arguments)
-        _assert_alike(table[forward](*arguments), results, dtype)
+        _assert_alike(table[forward](*arguments), forward(*arguments), dtype)
         fused, values = case.of_grads(arguments)
-        seen = []
-
-        class Recording(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, target, types, args=(), kwargs=None):
-                result = target(*args, **(kwargs or {}))
-                if target is backward:
-                    seen.append((args, result))
-                return result
-
         y = fused(*[v.requires_grad_() for v in values])
-        with Recording():
+        calls = _Calls(backward)
+        with calls:
             torch.autograd.grad(y, values, torch.randn_like(y))
-        ((given, expected),) = seen
+        ((given, expected),) = calls.seen
         _assert_alike(table[backward](*given), expected, dtype)
 
 
+class _Calls(TorchDispatchMode):
+    """Remembers the arguments and results of calls of one operator."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.seen = operator, []
+
+    def __torch_dispatch__(self, target, types, args=(), kwargs=None):
+        result = target(*args, **(kwargs or {}))
+        if target is self.operator:
+            self.seen.append((args, result))
+        return result
+
+
 def _assert_alike(actual, expected, dtype):
-    pairs = (
-        [(actual, expected)]
-        if isinstance(actual, torch.Tensor)
-        else zip(actual, expected, strict=True)
-    )
+    actual, expected = ((t,) if isinstance(t, torch.Tensor) else t for t in (actual, expected))
     unit = 2 * torch.finfo(dtype).eps
-    for a, e in pairs:
+    for a, e in zip(actual, expected, strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
         torch.testing.assert_close(a, e, rtol=unit, atol=4 * unit)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._shared.native.formula import Formula
+from .._shared.native.operands import check_floating
 from . import ops
 
 __all__ = ["SoftmaxCrossEntropyLoss", "decompositions"]
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -57,6 +56,7 @@ _softmax_xentropy = Formula(
     grads=("logits",),
     rows={"logits": 1, "labels": 0},
 )
+decompositions = _softmax_xentropy.decompositions
 
 
 class SoftmaxCrossEntropyLoss:
@@ -135,18 +135,10 @@ class SoftmaxCrossEntropyLoss:
         return SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """ATen's operators for those of this folder, for ``ExportedProgram.run_decompositions``."""
-    return _softmax_xentropy.decompositions()
-
-
 def _check(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> None:
     """Raise for arguments that the kernels do not take; labels' values are the kernels' affair."""
     name = "SoftmaxCrossEntropyLoss"
-    if logits.dtype not in _DTYPES:
-        raise TypeError(
-            f"{name}: logits must be float64, float32, float16 or bfloat16, got {logits.dtype}."
-        )
+    check_floating(name, "logits", logits)
     if labels.dtype != torch.int64:
         raise TypeError(f"{name}: labels must be int64, got {labels.dtype}; use labels.long().")
     if logits.dim() != 2 or logits.shape[1] == 0:
