@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..flat_tensors import flatten, unflatten
+from .flat_tensors import flatten, unflatten
 from .lanes import Lane, current_stream
 
 

@@ -22,6 +22,11 @@ class BucketSlots:
         }
         self.clear()
 
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets."""
+        return len(self.bucket_sizes)
+
     def clear(self) -> None:
         """Empty all slots, for a new backward."""
         # Flags: the gradients themselves would stay in memory until the next backward.
