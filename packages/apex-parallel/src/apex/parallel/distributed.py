@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from .ddp.flat_tensors import (
 )
 from .ddp.lanes import current_stream, profiled
 from .ddp.on_demand import Reducer
-from .ddp.options import Kept, Options
 from .ddp.outputs import tensors_of
 from .ddp.reducer import GradientReducer
-from .ddp.reduction import FlatReduction
+from .ddp.reduction import FlatReduction, Options
 
 __all__ = [
     "DistributedDataParallel",
@@ -43,6 +43,29 @@ __all__ = [
     "split_half_float_double_bfloat16",
     "unflatten",
 ]
+
+
+class _Kept:
+    """An attribute of the wrapper that its reducer, or a part of that, keeps.
+
+    Args:
+        part: where in the wrapper it is kept.
+        writable: users may set it.
+    """
+
+    def __init__(self, part: str, *, writable: bool = True) -> None:
+        self._part_of, self._writable = attrgetter(part), writable
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(self._part_of(wrapper), self._name)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        if not self._writable:
+            raise AttributeError(f"{type(wrapper).__name__}: {self._name} can only be read.")
+        setattr(self._part_of(wrapper), self._name, value)
 
 
 class DistributedDataParallel(nn.Module):
@@ -108,32 +131,32 @@ class DistributedDataParallel(nn.Module):
     """
 
     warn_on_half = False  # gloo, too, sums 16-bit gradients
-    message_size = Kept("_reducer.options")
-    delay_allreduce = Kept("_reducer.options")
-    prof = Kept("_reducer.options")
-    allreduce_trigger_params = Kept("_reducer.options")
-    retain_allreduce_buffers = Kept("_reducer.options")
-    allreduce_always_fp32 = Kept("_reducer.options")
-    num_allreduce_streams = Kept("_reducer.options")
-    gradient_average = Kept("_reducer.options")
-    gradient_predivide_factor = Kept("_reducer.options")
-    _disable_allreduce = Kept("_reducer.options")
-    allreduce_communicators = Kept("_reducer")
-    world_size = Kept("_reducer")
-    active_params = Kept("_reducer")
-    needs_refresh = Kept("_reducer")
-    allreduce_buffers = Kept("_reducer")
-    main_stream = Kept("_reducer")
-    callback_queued = Kept("_reducer", writable=False)
-    buckets = Kept("_reducer", writable=False)
-    active_i_buckets = Kept("_reducer.known_slots", writable=False)
-    bucket_sizes = Kept("_reducer.known_slots", writable=False)
-    num_buckets = Kept("_reducer.known_slots", writable=False)
-    next_bucket = Kept("_reducer.known_slots", writable=False)
-    ready_buckets_not_reduced = Kept("_reducer.known_slots", writable=False)
-    bucket_streams = Kept("_reducer.lane_set", writable=False)
-    bucket_events = Kept("_reducer.lane_set", writable=False)
-    bucket_pgs = Kept("_reducer.lane_set", writable=False)
+    message_size = _Kept("_reducer.options")
+    delay_allreduce = _Kept("_reducer.options")
+    prof = _Kept("_reducer.options")
+    allreduce_trigger_params = _Kept("_reducer.options")
+    retain_allreduce_buffers = _Kept("_reducer.options")
+    allreduce_always_fp32 = _Kept("_reducer.options")
+    num_allreduce_streams = _Kept("_reducer.options")
+    gradient_average = _Kept("_reducer.options")
+    gradient_predivide_factor = _Kept("_reducer.options")
+    _disable_allreduce = _Kept("_reducer.options")
+    allreduce_communicators = _Kept("_reducer")
+    world_size = _Kept("_reducer")
+    active_params = _Kept("_reducer")
+    needs_refresh = _Kept("_reducer")
+    allreduce_buffers = _Kept("_reducer")
+    main_stream = _Kept("_reducer")
+    callback_queued = _Kept("_reducer", writable=False)
+    buckets = _Kept("_reducer", writable=False)
+    active_i_buckets = _Kept("_reducer.known_slots", writable=False)
+    bucket_sizes = _Kept("_reducer.known_slots", writable=False)
+    num_buckets = _Kept("_reducer.known_slots", writable=False)
+    next_bucket = _Kept("_reducer.known_slots", writable=False)
+    ready_buckets_not_reduced = _Kept("_reducer.known_slots", writable=False)
+    bucket_streams = _Kept("_reducer.lane_set", writable=False)
+    bucket_events = _Kept("_reducer.lane_set", writable=False)
+    bucket_pgs = _Kept("_reducer.lane_set", writable=False)
 
     def __init__(
         self,

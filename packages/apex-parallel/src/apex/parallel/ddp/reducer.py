@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from . import checks, plan
-from .lane_set import LaneSet
-from .lanes import Lane, current_stream, profiled
-from .options import Options
-from .reduction import BucketReduction, gradient_dtype, has_grad
-from .slots import BucketSlots
+from .lanes import Lane, LaneSet, current_stream, profiled
+from .plan import BucketSlots
+from .reduction import BucketReduction, Options, gradient_dtype, has_grad
 
 
 class GradientReducer:
