@@ -2,7 +2,7 @@
 // here.
 #include <string_view>
 
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 // LibTorch's stable C interface, as far as it tells of memory.
 struct AtenTensorOpaque;
