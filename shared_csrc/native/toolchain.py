@@ -45,6 +45,7 @@ _WRAPPED = (
     "aoti_torch_delete_tensor_object",
     "torch_call_dispatcher",
     "aoti_torch_call_dispatcher",
+    "aoti_torch_copy_",
 )
 
 
