@@ -21,11 +21,10 @@ TOP_LEVEL = {"LICENSE", "README.md", "ci", "docs", "noxfile.py", "packages", "sh
 
 # Who may include what: the three tiers of shared_csrc/README.md, one direction.
 MAY_INCLUDE = {
-    "core": {"core", "emulation"},  # an emulated GPU takes the place of the compiler's own
+    "core": {"core"},
     "engine": {"core", "engine"},
     "math": {"core", "math"},
     "torch": {"core", "torch"},
-    "emulation": {"emulation"},
     "op header": {"core", "math"},
 }
 TORCH_TIERS = {"torch", "op source"}
@@ -73,7 +72,7 @@ def include_tiers(root: Path) -> Iterator[str]:
 
 
 def tier_of(path: Path) -> str | None:
-    """Return the tier of a source file; None for tests, which may include anything."""
+    """Return the tier of a source file; None for tests and tools, which may include anything."""
     parts = path.parts
     if parts[:3] == ("shared_csrc", "include", "apex"):
         return parts[3]

@@ -64,7 +64,7 @@ def digest(op: Op, target: Target) -> str:
     state = hashlib.sha256()
     files = sorted(op.folder.glob("*.cpp")) + sorted(op.folder.glob("*.h"))
     if target.backend == "emu":
-        files += sorted(toolchain.EMULATION.glob("*.cpp"))
+        files += sorted(toolchain.EMULATION.iterdir())
     for path in files + sorted(toolchain.INCLUDE.rglob("*.h")):
         state.update(path.name.encode())
         state.update(path.read_bytes())
@@ -80,8 +80,7 @@ def headers_digest() -> str:
     """Identifies the vendored headers; recorded in the manifest of a wheel."""
     state = hashlib.sha256()
     for path in sorted(toolchain.INCLUDE.rglob("*.h")):
-        if toolchain.EMULATION not in path.parents:  # which no wheel brings
-            state.update(path.read_bytes())
+        state.update(path.read_bytes())
     return state.hexdigest()[:16]
 
 

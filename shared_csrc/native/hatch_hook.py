@@ -16,10 +16,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SHARED = Path(__file__).resolve().parent.parent
-# What a wheel needs of shared_csrc: to compile an op on first use, and to load it. The emulated
-# GPU is a test tool.
+# What a wheel needs of shared_csrc: to compile an op on first use, and to load it.
 _VENDORED = ("__init__.py", "native/**/*.py", "include/**/*.h")
-_NOT_VENDORED = "include/apex/emulation"
 
 
 class VersionHook(MetadataHookInterface):
@@ -83,8 +81,7 @@ class BuildHook(BuildHookInterface):
 
 def vendored_files() -> list[str]:
     """Return the files of shared_csrc that wheels and sdists carry, as relative POSIX paths."""
-    files = {f.relative_to(SHARED).as_posix() for p in _VENDORED for f in SHARED.glob(p)}
-    return sorted(f for f in files if not f.startswith(_NOT_VENDORED))
+    return sorted(f.relative_to(SHARED).as_posix() for p in _VENDORED for f in SHARED.glob(p))
 
 
 def link_shared(package: Path) -> None:

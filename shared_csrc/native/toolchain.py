@@ -24,9 +24,8 @@ _COMMON = ("-std=c++20", "-O3", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
 # Never -ffast-math: inf and nan must propagate. These two only drop errno and FP exceptions flags.
 _CPU_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
 # The emulated GPU is told of every access and every undefined operation; see its documentation.
-EMULATION = INCLUDE / "apex" / "emulation"
+EMULATION = INCLUDE.parent / "emulation"
 _EMULATED_FLAGS = (
-    "-DAPEX_EMULATE",
     "-fsanitize=thread",
     "--param=tsan-instrument-func-entry-exit=0",
     "-fsanitize=signed-integer-overflow,integer-divide-by-zero,shift,bounds,alignment,bool,enum,"
@@ -46,6 +45,7 @@ _WRAPPED = (
     "aoti_torch_delete_tensor_object",
     "torch_call_dispatcher",
     "aoti_torch_call_dispatcher",
+    "aoti_torch_copy_",
 )
 
 
@@ -251,13 +251,15 @@ def _virtual_arch(arch: str) -> str:
 
 def emulator_flags() -> list[str]:
     """How the emulator itself is compiled: without the checks that it is there to make."""
-    own = ("-O2", "-g1", "-U_FORTIFY_SOURCE", "-DAPEX_EMULATE_TENSORS", f"-I{INCLUDE}")
+    own = ("-O2", "-g1", "-U_FORTIFY_SOURCE", "-DAPEX_EMULATE_TENSORS")
     return ["-std=c++20", *_CPU_FLAGS, "-Wall", "-Wextra", *own]
 
 
 def include_flags(target: Target) -> list[str]:
     torch_include = torch_root() / "include"
     flags = [f"-I{INCLUDE}"]
+    if target.backend == "emu":
+        flags += [f"-I{EMULATION.parent}", "-include", str(EMULATION / "backend.h")]
     if target.backend == "hip" and not _has_thrust(Path(compiler_for("hip")[0])):
         # Debian's hipcc has no Thrust; torch's headers only name its complex type.
         flags += ["-isystem", str(INCLUDE / "apex" / "compat")]

@@ -1,5 +1,6 @@
 """The emulated GPU is chosen by APEX_EMULATE alone, and only where its sources are."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.insert(0, str(SHARED.parent))
 from shared_csrc.native import build, jit, prebuilt, switches, targets, toolchain  # noqa: E402
 from shared_csrc.native.errors import BuildError  # noqa: E402
 
+EMULATOR = SHARED / "emulation"
 EMULATED = targets.Target("emu")
 
 
@@ -42,8 +44,13 @@ def test_wheels_bring_none(monkeypatch):
     asked = switches.Switches(groups={switches.CPP: True, switches.CUDA: False})
     wanted = prebuilt._wanted_targets(asked, {"APEX_EMULATE": "32"})
     assert {target.backend for target in wanted} == {"cpu"}
-    hook = (SHARED / "native" / "hatch_hook.py").read_text()
-    assert '_NOT_VENDORED = "include/apex/emulation"' in hook
+    assert EMULATOR.is_dir()  # beside what a wheel takes, not in it
+
+
+def test_product_headers_do_not_know_it():
+    headers = sorted((SHARED / "include").rglob("*.h"))
+    assert headers
+    assert [h.name for h in headers if re.search(r"emulat|APEX_EMU", h.read_text(), re.I)] == []
 
 
 def test_an_installed_wheel_refuses(tmp_path, monkeypatch):

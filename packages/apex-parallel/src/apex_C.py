@@ -4,7 +4,7 @@ It has no kernel: torch's own functions do this as fast as memory allows. New co
 :func:`apex.parallel.distributed.flatten` and :func:`~apex.parallel.distributed.unflatten`.
 """
 
-from apex.parallel.flat_tensors import join as flatten
-from apex.parallel.flat_tensors import unflatten
+from apex.parallel.ddp.flat_tensors import join as flatten
+from apex.parallel.ddp.flat_tensors import unflatten
 
 __all__ = ["flatten", "unflatten"]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from apex.parallel.ddp.plan import BucketPlanner, decode, encode
-from apex.parallel.ddp.slots import BucketSlots
+from apex.parallel.ddp.plan import BucketPlanner, BucketSlots, decode, encode
 
 
 def planned(order, numels, kinds=None, message_size=10, triggers=None):

@@ -84,3 +84,42 @@ def check_nothing_to_train(rank, world):
 
 def test_frozen_and_empty_modules(two_ranks):
     two_ranks(check_nothing_to_train)
+
+
+def check_attributes(rank, world):
+    """What scripts read and set on the wrapper itself."""
+    ddp = DistributedDataParallel(nn.Linear(2, 1), message_size=2)
+    assert type(ddp).__mro__[1:] == nn.Module.__mro__
+    assert ddp.callback_queued is False
+    assert ddp.num_buckets == ddp.next_bucket == 0
+    assert ddp.buckets == ddp.bucket_sizes == ddp.active_i_buckets == []
+    for size, count in ((1, 2), (100, 1)):
+        ddp.message_size, ddp.needs_refresh = size, True
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert ddp.num_buckets == len(ddp.buckets) == count
+    assert ddp.ready_buckets_not_reduced == set()
+    assert ddp.next_bucket == 1
+    assert ddp.world_size == world
+    assert len(ddp.active_params) == 2
+    assert ddp.bucket_streams == ddp.bucket_events == [None]
+    assert len(ddp.bucket_pgs) == 1
+    with pytest.raises(AttributeError, match="num_buckets can only be read"):
+        ddp.num_buckets = 3
+    mine = {name for name in ddp.__getstate__() if name not in vars(nn.Module())}
+    assert mine == {  # as plain names, which older pickles hold
+        "_disable_allreduce",
+        "allreduce_always_fp32",
+        "allreduce_trigger_params",
+        "delay_allreduce",
+        "gradient_average",
+        "gradient_predivide_factor",
+        "message_size",
+        "num_allreduce_streams",
+        "prof",
+        "retain_allreduce_buffers",
+    }
+
+
+def test_attributes(two_ranks):
+    two_ranks(check_attributes)

@@ -134,12 +134,12 @@ def check_overlap(rank, world):
     ddp = DistributedDataParallel(layers, message_size=1)
     seen = []
     layers[0].register_full_backward_pre_hook(
-        lambda *_: seen.append((ddp.next_bucket, len(ddp._pending)))
+        lambda *_: seen.append((ddp.next_bucket, len(ddp._reducer.pending)))
     )
     for _ in range(2):
         ddp(torch.ones(1, 4)).sum().backward()
     assert seen == [(0, 0), (2, 2)]  # the first backward only records
-    assert ddp._pending == []
+    assert ddp._reducer.pending == []
 
 
 def test_buckets_leave_during_backward(two_ranks):

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from apex.parallel import DistributedDataParallel
+from apex.parallel import DistributedDataParallel, Reducer
 from apex_testkit.branches import Branches, every_mode, values
 
 
@@ -128,3 +128,25 @@ def check_grad_dtype(rank, world, options):
 @every_mode
 def test_gradients_wider_than_parameters(two_ranks, options):
     two_ranks(check_grad_dtype, options=options)
+
+
+def check_default_device(rank, world, options):
+    """Numbers that ranks exchange lie where the parameters do, whatever device is the default."""
+    ddp = DistributedDataParallel(Branches(2), **options)
+    model, late = Branches(2), Branches(2)
+    model.branches[0].grad = torch.full([2], 4.0) if rank == 0 else None
+    model.branches[0].requires_grad_(False)
+    with torch.device("meta"):
+        reducer = Reducer(model)
+        model([1], factor=rank).backward()
+        reducer.reduce()
+        for wrapper in (ddp, ddp, DistributedDataParallel(late, **options)):
+            wrapper.zero_grad()
+            wrapper([0, 1], factor=rank).backward()
+            assert values(wrapper) == [(world - 1) / 2] * 2
+    assert [param.grad.tolist() for param in model.branches] == [[2.0] * 2, [0.5] * 2]
+
+
+@every_mode
+def test_another_default_device(two_ranks, options):
+    two_ranks(check_default_device, options=options)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ def make(shape, dtype=torch.float64, **layout):
 def test_import_paths():
     assert sync_batchnorm.SyncBatchNorm is SyncBatchNorm
     assert SyncBatchNorm.syncbn_import_error is None
+    path = "apex.parallel.optimized_sync_batchnorm"
+    assert sys.modules[path].SyncBatchNorm is SyncBatchNorm
+    assert sys.modules[f"{path}_kernel"].SyncBatchnormFunction is SyncBatchnormFunction
+    assert path.encode() in pickle.dumps(SyncBatchNorm(1))  # a whole model may be saved
 
 
 @pytest.mark.parametrize("from_batch", [True, False], ids=["train", "eval"])

@@ -17,7 +17,7 @@ EMULATED = targets.Target("emu")
 
 def compile_program(folder: Path, *sources: Path) -> Path:
     """Return an executable of ``sources`` with the emulator, and without torch."""
-    own = [*toolchain.compile_flags(EMULATED), f"-I{toolchain.INCLUDE}", "-Werror"]
+    own = [*toolchain.compile_flags(EMULATED), *toolchain.include_flags(EMULATED), "-Werror"]
     emulator = [f for f in toolchain.emulator_flags() if f != "-DAPEX_EMULATE_TENSORS"]
     units = [(source, own) for source in sources]
     units.append((toolchain.EMULATION / "runtime.cpp", emulator))

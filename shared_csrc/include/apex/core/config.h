@@ -11,11 +11,7 @@
 #include <hip/hip_runtime.h>
 #define APEX_HIP 1
 #define APEX_GPU 1
-#elif defined(APEX_EMULATE)  // a GPU emulated on the host, for tests
-#include "apex/emulation/launch.h"
-#define APEX_EMU 1
-#define APEX_GPU 1
-#else
+#elif !defined(APEX_GPU)  // a tool may bring a GPU of its own, in a header that comes first
 #define APEX_CPU 1
 #endif
 
@@ -37,9 +33,7 @@
 #define APEX_BACKEND_NS cuda
 #elif defined(APEX_HIP)
 #define APEX_BACKEND_NS hip
-#elif defined(APEX_EMU)
-#define APEX_BACKEND_NS emu
-#else
+#elif defined(APEX_CPU)
 #define APEX_BACKEND_NS APEX_CONCAT(cpu_, APEX_ISA)
 #endif
 

@@ -8,13 +8,7 @@
 
 // Shared memory of a block: APEX_SHARED(float, tile, [8][32]) declares `float tile[8][32]`. Types
 // have neither constructors nor initializers, and no commas outside of brackets.
-#if defined(APEX_EMU)
-#define APEX_SHARED(type, name, ...) \
-  static const char name##_key = 0;  \
-  auto& name = ::apex::emulation::shared_variable<type __VA_ARGS__>(&name##_key, #name)
-#define APEX_DYNAMIC_SHARED(name) \
-  char* const name = static_cast<char*>(::apex::emulation::dynamic_shared())
-#else
+#if !defined(APEX_SHARED)
 #define APEX_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
 #define APEX_DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
 #endif
@@ -30,20 +24,34 @@ inline constexpr size_t kSharedBytes = 48 * 1024;
 // What variables of a kernel with dynamic memory take of it at most; ci/kernels.py checks that.
 inline constexpr size_t kSharedVariableBytes = 1024;
 
+#if defined(APEX_CUDA) || defined(APEX_HIP)
+
 template <class T>
 APEX_DEVICE T shuffle_xor(T value, int mask) {
 #if defined(APEX_CUDA)
   return __shfl_xor_sync(0xffffffffu, value, mask, kGroupLanes);
-#elif defined(APEX_EMU)
-  // As CUDA has it where warps are one group, as HIP has it where they are two.
-  if (emulation::warp_width() == kGroupLanes) {
-    return __shfl_xor_sync(0xffffffffu, value, mask, kGroupLanes);
-  }
-  return __shfl_xor(value, mask, kGroupLanes);
 #else
   return __shfl_xor(value, mask, kGroupLanes);
 #endif
 }
+
+APEX_DEVICE void sync_group() {
+#if defined(APEX_CUDA)
+  __syncwarp();
+#else
+  __builtin_amdgcn_wave_barrier();  // lanes of a wavefront run in step
+#endif
+}
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+            gpu_stream stream, const Arguments&... arguments) {
+  // clang-format off: it would put spaces into >>>
+  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+  // clang-format on
+}
+
+#endif  // else whoever brought the GPU has brought these
 
 template <class T, int N>
 APEX_DEVICE Array<T, N> shuffle_xor(const Array<T, N>& values, int mask) {
@@ -51,16 +59,6 @@ APEX_DEVICE Array<T, N> shuffle_xor(const Array<T, N>& values, int mask) {
 #pragma unroll
   for (int n = 0; n < N; ++n) result[n] = shuffle_xor(values[n], mask);
   return result;
-}
-
-APEX_DEVICE void sync_group() {
-#if defined(APEX_CUDA)
-  __syncwarp();
-#elif defined(APEX_EMU)
-  emulation::warp_width() == kGroupLanes ? __syncwarp() : __wave_barrier();
-#else
-  __builtin_amdgcn_wave_barrier();  // lanes of a wavefront run in step
-#endif
 }
 
 struct Add {
@@ -98,18 +96,6 @@ APEX_DEVICE T reduce_row(T value, Op op) {
   for (int i = 1; i < groups; ++i) result = op(result, partials[i]);
   __syncthreads();  // before the next reduction writes partials
   return result;
-}
-
-template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-            gpu_stream stream, const Arguments&... arguments) {
-#if defined(APEX_EMU)
-  emulation::emulate(kernel, grid, block, shared_bytes, stream, arguments...);
-#else
-  // clang-format off: it would put spaces into >>>
-  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
-  // clang-format on
-#endif
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -10,7 +10,7 @@
 #include "apex/core/config.h"
 #include "apex/torch/like.h"
 
-#if defined(APEX_GPU) && !defined(APEX_EMU)
+#if defined(APEX_CUDA) || defined(APEX_HIP)
 // Declared by shim.h only under USE_CUDA, which would pull in CUDA headers that HIP lacks.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
@@ -47,34 +47,7 @@ class Context {
   mutable std::vector<std::vector<double>> workspaces_;
 };
 
-#elif defined(APEX_EMU)
-
-class Context {
- public:
-  explicit Context(const Tensor& like) : like_(like), stream_(emulation::open_stream()) {
-    check(like.is_cpu(), "the emulated GPU works on cpu tensors, got ", describe(like), ".");
-  }
-  Context(const Context&) = delete;
-  ~Context() { emulation::close_stream(); }
-
-  gpu_stream stream() const { return stream_; }
-
-  void* workspace(size_t bytes) const {
-    workspaces_.push_back(empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
-    void* data = workspaces_.back().data_ptr();
-    emulation::name_operand(data, "workspace");
-    return data;
-  }
-
-  void check_launch(const char*) const {}  // a launch that fails raises
-
- private:
-  Tensor like_;
-  gpu_stream stream_;
-  mutable std::vector<Tensor> workspaces_;
-};
-
-#else
+#elif defined(APEX_CUDA) || defined(APEX_HIP)
 
 class Context {
  public:
@@ -110,3 +83,7 @@ class Context {
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex
+
+#if defined(APEX_CONTEXT_HEADER)
+#include APEX_CONTEXT_HEADER
+#endif

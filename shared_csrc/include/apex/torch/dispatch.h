@@ -44,10 +44,10 @@ constexpr ScalarType scalar_type_of() {
   return ScalarType::Long;
 }
 
-// An emulated GPU calls memory by its operand's name.
+// A tool that watches memory calls it by its operand's name.
 inline void* named(void* data, [[maybe_unused]] const char* name) {
-#if defined(APEX_EMU)
-  emulation::name_operand(data, name);
+#if defined(APEX_NAME_OPERAND)
+  APEX_NAME_OPERAND(data, name);
 #endif
   return data;
 }

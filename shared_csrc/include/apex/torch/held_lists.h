@@ -33,7 +33,7 @@ class HeldLists {
     auto entry = entries_.find(id);
     check(entry != entries_.end(), op, ": no lists are held under the number ", id,
           "; they were released, or never held.");
-#if defined(APEX_EMU)
+#if defined(APEX_RELEASE_OPERAND)
     return {entry->second.get(), [lists = entry->second](const Lists*) {
               for (const TensorList& list : *lists) list.end_of_op();
             }};

@@ -9,9 +9,9 @@
 
 #include "apex/core/config.h"
 
-#if defined(APEX_GPU) && !defined(APEX_EMU)
+#if defined(APEX_CUDA) || defined(APEX_HIP)
 #define APEX_DISPATCH_KEY CUDA  // torch's name for ROCm devices, too
-#else
+#elif defined(APEX_CPU)
 #define APEX_DISPATCH_KEY CPU
 #endif
 

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <vector>
 
 #include "apex/core/table.h"
@@ -79,7 +80,9 @@ void check_overlaps(const char* op, const TensorTable& table, const Lists& lists
     facts.push_back(static_cast<int64_t>(list.use));
   }
   if (written.empty()) return;
-  static thread_local CheckedTables checked;
+  // Behind a pointer: the loader has few bytes for such variables, and libraries are many.
+  static thread_local auto checked_tables = std::make_unique<CheckedTables>();
+  CheckedTables& checked = *checked_tables;
   uint64_t key = key_of(table, facts);
   if (checked.holds(key)) return;
 

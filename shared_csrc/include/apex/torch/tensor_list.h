@@ -84,10 +84,11 @@ class TensorList {
     return complete;
   }
 
-#if defined(APEX_EMU)
-  // The emulator knows memory for as long as a handle that showed it; these outlive the op.
+#if defined(APEX_RELEASE_OPERAND)
+  // A tool that watches memory knows it for as long as a handle that showed it; these outlive the
+  // op.
   void end_of_op() const {
-    for (AtenTensorHandle handle : handles_) emulation::release_operand(handle);
+    for (AtenTensorHandle handle : handles_) APEX_RELEASE_OPERAND(handle);
   }
 #endif
 

@@ -164,9 +164,9 @@ inline TensorTable make_table(const char* op, std::initializer_list<NamedList> l
     for (size_t c = 0; c < columns; ++c) {
       void* data = table.data[i * columns + c];
       table.data[kept * columns + c] = data;
-#if defined(APEX_EMU)
+#if defined(APEX_NAME_OPERAND)
       const char* name = lists.begin()[c].name;
-      emulation::name_operand(data, std::string(name) + "[" + std::to_string(i) + "]");
+      APEX_NAME_OPERAND(data, std::string(name) + "[" + std::to_string(i) + "]");
 #endif
     }
     table.numel[kept++] = table.numel[i];

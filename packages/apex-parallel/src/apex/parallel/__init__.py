@@ -2,9 +2,9 @@
 
 from torch.distributed import ReduceOp
 
-from .conversion import convert_syncbn_model, create_syncbn_process_group
 from .distributed import DistributedDataParallel, Reducer
 from .optimized_sync_batchnorm import SyncBatchNorm
+from .syncbn.conversion import convert_syncbn_model, create_syncbn_process_group
 
 __all__ = [
     "DistributedDataParallel",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .ddp import checks
-from .ddp.backward import BackwardReduction
-from .ddp.lanes import profiled
-from .ddp.outputs import tensors_of
-from .flat_tensors import (
+from .ddp.broadcast import broadcast_parameters
+from .ddp.flat_tensors import (
     apply_flat_dist_call,
     extract_tensors,
     flat_dist_call,
@@ -24,7 +24,11 @@ from .flat_tensors import (
     split_half_float_double_bfloat16,
     unflatten,
 )
-from .reducer import Reducer
+from .ddp.lanes import current_stream, profiled
+from .ddp.on_demand import Reducer
+from .ddp.outputs import tensors_of
+from .ddp.reducer import GradientReducer
+from .ddp.reduction import FlatReduction, Options
 
 __all__ = [
     "DistributedDataParallel",
@@ -41,7 +45,30 @@ __all__ = [
 ]
 
 
-class DistributedDataParallel(BackwardReduction):
+class _Kept:
+    """An attribute of the wrapper that its reducer, or a part of that, keeps.
+
+    Args:
+        part: where in the wrapper it is kept.
+        writable: users may set it.
+    """
+
+    def __init__(self, part: str, *, writable: bool = True) -> None:
+        self._part_of, self._writable = attrgetter(part), writable
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(self._part_of(wrapper), self._name)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        if not self._writable:
+            raise AttributeError(f"{type(wrapper).__name__}: {self._name} can only be read.")
+        setattr(self._part_of(wrapper), self._name, value)
+
+
+class DistributedDataParallel(nn.Module):
     r"""Wraps a module so that after ``backward`` every gradient is its average over all ranks.
 
     .. math:: g \leftarrow \frac{f}{W} \sum_{r=1}^{W} \frac{g_r}{f}
@@ -104,6 +131,32 @@ class DistributedDataParallel(BackwardReduction):
     """
 
     warn_on_half = False  # gloo, too, sums 16-bit gradients
+    message_size = _Kept("_reducer.options")
+    delay_allreduce = _Kept("_reducer.options")
+    prof = _Kept("_reducer.options")
+    allreduce_trigger_params = _Kept("_reducer.options")
+    retain_allreduce_buffers = _Kept("_reducer.options")
+    allreduce_always_fp32 = _Kept("_reducer.options")
+    num_allreduce_streams = _Kept("_reducer.options")
+    gradient_average = _Kept("_reducer.options")
+    gradient_predivide_factor = _Kept("_reducer.options")
+    _disable_allreduce = _Kept("_reducer.options")
+    allreduce_communicators = _Kept("_reducer")
+    world_size = _Kept("_reducer")
+    active_params = _Kept("_reducer")
+    needs_refresh = _Kept("_reducer")
+    allreduce_buffers = _Kept("_reducer")
+    main_stream = _Kept("_reducer")
+    callback_queued = _Kept("_reducer", writable=False)
+    buckets = _Kept("_reducer", writable=False)
+    active_i_buckets = _Kept("_reducer.known_slots", writable=False)
+    bucket_sizes = _Kept("_reducer.known_slots", writable=False)
+    num_buckets = _Kept("_reducer.known_slots", writable=False)
+    next_bucket = _Kept("_reducer.known_slots", writable=False)
+    ready_buckets_not_reduced = _Kept("_reducer.known_slots", writable=False)
+    bucket_streams = _Kept("_reducer.lane_set", writable=False)
+    bucket_events = _Kept("_reducer.lane_set", writable=False)
+    bucket_pgs = _Kept("_reducer.lane_set", writable=False)
 
     def __init__(
         self,
@@ -133,19 +186,37 @@ class DistributedDataParallel(BackwardReduction):
         checks.check_communicators(allreduce_communicators, num_allreduce_streams, device)
         checks.check_triggers(allreduce_trigger_params, module)
         checks.warn_split_factor(gradient_average_split_factor)
-        self._reset_runtime()
         self.module = module
-        self.message_size = message_size
-        self.delay_allreduce, self.prof = delay_allreduce, prof
-        self.allreduce_trigger_params = allreduce_trigger_params
-        self.retain_allreduce_buffers = retain_allreduce_buffers
-        self.allreduce_always_fp32 = allreduce_always_fp32
-        self.num_allreduce_streams = num_allreduce_streams
+        options = Options(
+            message_size=message_size,
+            delay_allreduce=delay_allreduce,
+            prof=prof,
+            allreduce_trigger_params=allreduce_trigger_params,
+            retain_allreduce_buffers=retain_allreduce_buffers,
+            allreduce_always_fp32=allreduce_always_fp32,
+            num_allreduce_streams=num_allreduce_streams,
+            gradient_average=gradient_average,
+            gradient_predivide_factor=gradient_predivide_factor,
+        )
+        self._reducer = GradientReducer(module, options)
         self.allreduce_communicators = allreduce_communicators
-        self._disable_allreduce = False
-        self.gradient_average = gradient_average
-        self.gradient_predivide_factor = gradient_predivide_factor
-        self._attach()
+        broadcast_parameters(module)
+        self._reducer.connect()
+        self._reducer.open_lanes()
+        self._reducer.create_hooks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Module and options; the reducer with its process groups, streams and hooks stays here."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_reducer"}
+        return {**state, **vars(self._reducer.options)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore module, options and hooks; the first reduced backward opens the lanes."""
+        state = dict(state)
+        options = Options(**{entry.name: state.pop(entry.name) for entry in fields(Options)})
+        super().__setstate__(state)
+        self._reducer = GradientReducer(self.module, options)
+        self._reducer.create_hooks()
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in the backwards that follow, with what has accumulated so far."""
@@ -160,9 +231,57 @@ class DistributedDataParallel(BackwardReduction):
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         with profiled("forward pass DDP logic") if self.prof else nullcontext():
-            self._prepare_backward()
+            self._reducer.prepare_backward(self.module)
         output = self.module(*inputs, **kwargs)
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._queue_end_of_backward)
+                tensor.register_hook(self._reducer.queue_end_of_backward)
         return output
+
+    def create_hooks(self) -> None:
+        """Watch the gradients of all parameters that require them, or did at an earlier forward."""
+        self._reducer.create_hooks()
+
+    def comm_ready_buckets(self, param: Tensor) -> None:
+        """Take in the gradient of ``param`` and launch the buckets that it completes."""
+        self._reducer.comm_ready_buckets(param)
+
+    def sync_bucket_structure(self) -> None:
+        """Make rank 0's buckets everybody's."""
+        self._reducer.sync_bucket_structure()
+
+    def allreduce_fallback(self) -> None:
+        """Reduce all gradients at once, one flat buffer per dtype, and wait for the result."""
+        self._reducer.allreduce_fallback()
+
+    def allreduce_bucket(
+        self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool
+    ) -> Tensor:
+        """The flat, reduced values of ``bucket`` (tensors of one dtype), which is not changed.
+
+        Args:
+            bucket_idx: chooses the stream and process group.
+            force_default_stream: use the current stream and the first process group instead.
+        """
+        lane = self._reducer.lane_set.lane(bucket_idx, force_default_stream)
+        options = self._reducer.options.reduction()
+        with torch.no_grad(), lane.entered([current_stream(lane.device)]):
+            flat = flatten(bucket)
+            result = FlatReduction(flat, flat.numel(), lane, options).wait()
+            lane.mark_done()
+        lane.join()
+        return result
+
+    def allreduce_maybe_retain(
+        self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool = False
+    ) -> None:
+        """Reduce the tensors of ``bucket`` in place; with retained buffers, into views of one."""
+        result = self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
+        with torch.no_grad():
+            if not self.retain_allreduce_buffers:
+                torch._foreach_copy_(list(bucket), unflatten(result, bucket))
+                return
+            self._reducer.keep_buffer(bucket_idx, result)
+            views = unflatten(result.to(bucket[0].dtype), bucket)
+            for tensor, view in zip(bucket, views, strict=True):
+                tensor.set_(view)

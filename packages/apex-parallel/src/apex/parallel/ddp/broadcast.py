@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from ..flat_tensors import flat_dist_call
 from .checks import NAME, check_same_on_all_ranks, parameters_device
+from .flat_tensors import flat_dist_call
 
 
 def broadcast_parameters(module: nn.Module, owner: str = NAME) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..flat_tensors import flatten, unflatten
+from .flat_tensors import flatten, unflatten
 from .lanes import Lane, current_stream
 
 
@@ -27,6 +27,34 @@ class ReductionOptions:
     average: bool = True
     predivide_factor: float = 1.0
     always_fp32: bool = False
+
+
+@dataclass
+class Options:
+    """What users may change at any time, and what pickles hold beside the module.
+
+    The arguments of DistributedDataParallel, which says what they mean.
+    """
+
+    message_size: int
+    delay_allreduce: bool
+    prof: bool
+    allreduce_trigger_params: list[Tensor] | None
+    retain_allreduce_buffers: bool
+    allreduce_always_fp32: bool
+    num_allreduce_streams: int
+    gradient_average: bool
+    gradient_predivide_factor: float
+    _disable_allreduce: bool = False  # gradients accumulate locally
+
+    def reduction(self) -> ReductionOptions:
+        """Those that one flat buffer's reduction needs."""
+        return ReductionOptions(
+            world_size=dist.get_world_size(),
+            average=self.gradient_average,
+            predivide_factor=self.gradient_predivide_factor,
+            always_fp32=self.allreduce_always_fp32,
+        )
 
 
 class FlatReduction:

@@ -1,7 +1,7 @@
 // Checks of every access of a kernel: bounds, values never written, races.
 #include <stdexcept>
 
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 namespace apex::emulation {
 namespace {

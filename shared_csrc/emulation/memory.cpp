@@ -1,7 +1,7 @@
 // Lookup of operands, and the memory of who used which byte.
 #include <algorithm>
 
-#include "apex/emulation/memory.h"
+#include "memory.h"
 
 namespace apex::emulation {
 

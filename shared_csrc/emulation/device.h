@@ -152,8 +152,6 @@ T atomicCAS(T* address, T compare, T value, APEX_CALLER) {
 }
 
 namespace apex {
-using gpu_stream = emulation::Stream*;
-
 template <class T>
 T min(T a, T b) {
   return b < a ? b : a;

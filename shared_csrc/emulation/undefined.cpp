@@ -2,7 +2,7 @@
 // others). Takes the place of UBSan's own runtime, so that reports name block and thread.
 #include <stdexcept>
 
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 namespace apex::emulation {
 namespace {

@@ -4,7 +4,7 @@
 #include <string>
 #include <tuple>
 
-#include "apex/emulation/device.h"
+#include "device.h"
 
 namespace apex::emulation {
 

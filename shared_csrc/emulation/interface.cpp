@@ -1,5 +1,5 @@
 // The functions of device.h and launch.h.
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 namespace apex::emulation {
 

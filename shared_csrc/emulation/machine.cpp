@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 namespace apex::emulation {
 

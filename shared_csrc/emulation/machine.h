@@ -4,7 +4,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include "apex/emulation/memory.h"
+#include "memory.h"
 
 namespace apex::emulation {
 

@@ -1,6 +1,6 @@
 // What the compiler calls before every access of instrumented code (-fsanitize=thread). This takes
 // the place of ThreadSanitizer's own runtime.
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 #define APEX_HOOK extern "C" __attribute__((visibility("hidden")))
 

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "apex/emulation/launch.h"
+#include "launch.h"
 
 namespace apex::emulation {
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from .ddp.checks import require_process_group
-from .optimized_sync_batchnorm import SyncBatchNorm
+from ..ddp.checks import require_process_group
+from .module import SyncBatchNorm
 
 
 def convert_syncbn_model(

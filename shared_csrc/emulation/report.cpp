@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 namespace apex::emulation {
 namespace {

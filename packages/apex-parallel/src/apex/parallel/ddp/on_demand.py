@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .ddp.broadcast import broadcast_parameters
-from .ddp.checks import parameters_device, require_process_group
-from .ddp.lanes import Lane
-from .ddp.reduction import BucketReduction, ReductionOptions, has_grad
+from .broadcast import broadcast_parameters
+from .checks import parameters_device, require_process_group
 from .flat_tensors import extract_tensors, flat_dist_call, split_by_type
+from .lanes import Lane
+from .reduction import BucketReduction, ReductionOptions, has_grad
 
 
 class Reducer:
@@ -36,6 +36,8 @@ class Reducer:
         >>> reducer.reduce()
         >>> optimizer.step()
     """
+
+    __module__ = "apex.parallel.distributed"  # Apex's path
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
         require_process_group("Reducer")
@@ -69,8 +71,7 @@ class Reducer:
         if not frozen:
             return params
         device = parameters_device(self.module, "Reducer")
-        ranks_with = torch.tensor([has_grad(param) for param in frozen], dtype=torch.int64)
-        ranks_with = ranks_with.to(device)
+        ranks_with = torch.tensor([has_grad(p) for p in frozen], dtype=torch.int64, device=device)
         dist.all_reduce(ranks_with)
         pairs = zip(frozen, ranks_with.tolist(), strict=True)
         with_grad = {id(param) for param, count in pairs if count}

@@ -2,7 +2,7 @@
 // here.
 #include <string_view>
 
-#include "apex/emulation/machine.h"
+#include "machine.h"
 
 // LibTorch's stable C interface, as far as it tells of memory.
 struct AtenTensorOpaque;
@@ -143,6 +143,12 @@ APEX_WRAPPED(aoti_torch_delete_tensor_object, (Handle tensor)) {
 }
 
 // Torch's own operators may write to what the op has made.
+APEX_WRAPPED(aoti_torch_copy_, (Handle self, Handle source, int32_t non_blocking)) {
+  Error error = __real_aoti_torch_copy_(self, source, non_blocking);
+  if (auto own = made().find(self); own != made().end()) own->second.since = 0;
+  machine().operands.forget_fresh(self);
+  return error;
+}
 APEX_WRAPPED(torch_call_dispatcher,
              (const char* name, const char* overload, uint64_t* stack, uint64_t version)) {
   std::string_view op = name;

@@ -1,0 +1,192 @@
+"""The autograd function of SyncBatchNorm: statistics over ranks, normalization, gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from .._shared.native.transforms import differentiated_again, refuse_transforms
+from .arrange import (
+    NAME,
+    Arrangement,
+    affine_vectors,
+    arrangement_of,
+    channels_of,
+    check_operands,
+)
+from .ops import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw, statistics_dtype
+from .statistics import batch_statistics, reduce_sums, update_running
+
+
+class _NoSecondDerivative(Function):
+    """Passes gradients through, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        # No views: autograd would refuse in-place changes of them.
+        return tuple(t if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            f"{NAME}: the gradient cannot be differentiated again. Use torch.nn.BatchNorm2d, or "
+            "the like, where a second derivative is needed."
+        )
+
+    jvp = backward  # forward mode over a gradient
+
+
+def refuse_batch_norm_transforms() -> None:
+    """Raise within ``torch.func``: for the first line of a function's ``forward``."""
+    refuse_transforms(NAME, "Use torch.nn.BatchNorm2d, or the like, there.")
+
+
+def not_twice_differentiable(backward: Callable) -> Callable:
+    """Decorate a function's ``backward``: its gradients raise where they are differentiated.
+
+    ``once_differentiable`` would do that only where the incoming gradient itself requires one; a
+    gradient penalty on ``y.sum()`` would be ignored in silence. What the gradients depend on must
+    be among the saved tensors as the function got it: a copy leads to nobody.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if not differentiated_again():
+            return backward(ctx, *grad_outputs)
+        with torch.no_grad():
+            grads = backward(ctx, *grad_outputs)
+        return _NoSecondDerivative.apply(len(grads), *grads, *grad_outputs, *ctx.saved_tensors)
+
+    return wrapped
+
+
+class SyncBatchnormFunction(Function):
+    """Batch normalization over all ranks of a process group, with an added input and ReLU.
+
+    ``out = (input - mean) * inv_std * weight + bias + z``, then its positive part if
+    ``fuse_relu``. :class:`~apex.parallel.SyncBatchNorm` says what the arguments are.
+
+    Source:
+        Ioffe & Szegedy, *Batch Normalization*, 2015; statistics of parts are merged by Chan, Golub
+        & LeVeque, *Algorithms for computing the sample variance*, 1983.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        z: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_variance: Tensor | None,
+        eps: float,
+        track_running_stats: bool = True,
+        momentum: float = 1.0,
+        process_group: dist.ProcessGroup | None = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> Tensor:
+        """Normalize ``input``.
+
+        Args:
+            track_running_stats: use the statistics of the batch, and update the running ones where
+                they are not None. If False, normalize by the running ones.
+            momentum: share of the batch in the new running statistics.
+        """
+        refuse_batch_norm_transforms()
+        channel_last = channel_last or input.dim() == 2
+        vectors = {
+            "weight": weight,
+            "bias": bias,
+            "running_mean": running_mean,
+            "running_variance": running_variance,
+        }
+        check_operands(input, z, vectors, channel_last)
+        layout = ctx.layout = arrangement_of(input, channel_last)
+        x, added = layout.arrange(input), None if z is None else layout.arrange(z)
+        if track_running_stats:
+            mean, var, inv_std, count = batch_statistics(x, layout.channel_last, eps, process_group)
+            update_running(running_mean, mean, momentum)
+            update_running(running_variance, var, momentum)
+        else:
+            mean, inv_std = given_statistics(running_mean, running_variance, eps, x.dtype)
+            count = None
+        w, b = affine_vectors(x, channels_of(input, channel_last), weight, bias)
+        out = batchnorm_forward(x, added, mean, inv_std, w, b, layout.channel_last, fuse_relu)
+        copy = copy_of(input, x, layout)
+        relu_operands = (bias, added) if fuse_relu else (None, None)
+        ctx.save_for_backward(input, copy, weight, mean, inv_std, count, *relu_operands)
+        ctx.process_group, ctx.fuse_relu = process_group, fuse_relu
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return layout.output(out)
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of input, z, weight and bias; the latter two of this rank's elements alone."""
+        input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
+        x = ctx.layout.arrange(input) if copy is None else copy
+        dy = ctx.layout.arrange(grad_output.to(x.dtype))
+        channel_last = ctx.layout.channel_last
+        w, b = affine_vectors(x, mean.numel(), weight, bias)
+        if ctx.fuse_relu:
+            dy = relu_bw(dy, x, added, mean, inv_std, w, b, channel_last)
+        sum_dy, sum_dy_xmu = reduce_bn(dy, x, mean, channel_last)
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = ctx.layout.restore(
+                input_gradient(dy, x, mean, inv_std, w, sum_dy, sum_dy_xmu, count, ctx)
+            )
+        if ctx.needs_input_grad[2]:
+            grad_weight = (sum_dy_xmu * inv_std).to(weight.dtype)
+        if ctx.needs_input_grad[3]:
+            grad_bias = sum_dy.to(ctx.bias_dtype)
+        grad_z = ctx.layout.restore(dy) if ctx.needs_input_grad[1] else None
+        return grad_input, grad_z, grad_weight, grad_bias, *[None] * 8
+
+
+def copy_of(input: Tensor, x: Tensor, layout: Arrangement) -> Tensor | None:
+    """``x``, which is ``input`` arranged, if that took a copy: backward need not make another."""
+    return None if layout.moved or input.is_contiguous() else x
+
+
+def given_statistics(
+    mean: Tensor | None, variance: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Mean and inverse standard deviation of given (running) statistics."""
+    if mean is None or variance is None:
+        raise ValueError(
+            "SyncBatchNorm: running_mean and running_variance are None; they are needed where the "
+            "statistics of the batch are not used."
+        )
+    dtype = statistics_dtype(dtype)
+    return mean.to(dtype).contiguous(), torch.rsqrt(variance.to(dtype) + eps)
+
+
+def input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor | None,
+    ctx: Any,
+) -> Tensor:
+    """Gradient of the input, for statistics of ``count`` elements, or constant ones if None."""
+    if count is None:
+        count = torch.ones(1, dtype=torch.int64, device=x.device)
+        sum_dy = sum_dy_xmu = torch.zeros_like(mean)
+    else:
+        sum_dy, sum_dy_xmu = reduce_sums(sum_dy, sum_dy_xmu, ctx.process_group)
+    return batchnorm_backward(
+        dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, ctx.layout.channel_last
+    )
