@@ -152,26 +152,31 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _function_of(formula: Formula) -> type[torch.autograd.Function]:
-    """What eager and compiled code differentiate once."""
-    tensors = formula.tensors
+    """What eager and compiled code differentiate once. It runs at every step: count its calls."""
+    fused_forward, fused_backward = formula.forward, formula.backward
+    tensors, grads, kept, saves = formula.tensors, formula.grads, formula._kept, formula._saves
+    count = len(fused_forward._schema.arguments)
 
     def forward(ctx: Any, *arguments: Any) -> Any:
-        results = formula.forward(*arguments)
-        kept = [_as_tuple(results)[i] for i in formula._kept]
-        ctx.save_for_backward(*arguments[:tensors], *kept)
+        results = fused_forward(*arguments)
+        if kept:
+            ctx.save_for_backward(*arguments[:tensors], *[results[i] for i in kept])
+        else:
+            ctx.save_for_backward(*arguments[:tensors])
         ctx.options = arguments[tensors:]
         return formula.of_user(results)
 
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        saved, options = ctx.saved_tensors, ctx.options
         if differentiated_again():
-            arguments = (*saved[:tensors], *ctx.options)
-            results = formula.plain_gradients(gradients, arguments)
+            results = formula.plain_gradients(gradients, (*saved[:tensors], *options))
         else:
-            pool = (*saved, *ctx.options)
-            results = formula.backward(*gradients, *[pool[i] for i in formula._saves])
-        by_position = dict(zip(formula.grads, _as_tuple(results), strict=True))
-        return tuple(by_position.get(i) for i in range(tensors + len(ctx.options)))
+            pool = saved + options
+            results = fused_backward(*gradients, *[pool[i] for i in saves])
+        answer = [None] * count
+        for i, result in zip(grads, _as_tuple(results), strict=True):
+            answer[i] = result
+        return tuple(answer)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(formula.name, (torch.autograd.Function,), members)

@@ -10,6 +10,8 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def check_floating(name: str, argument: str, tensor: Tensor) -> None:
     """Raise TypeError unless a tensor has one of ``FLOATS``; ``name`` is the function's."""
+    if type(tensor) is Tensor and tensor.dtype in FLOATS:
+        return
     if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(

@@ -42,12 +42,13 @@ def kernels_serve() -> bool:
     To ``vmap`` without gradients they have; to forward mode, other transforms of ``torch.func``,
     ``torch.jit.trace`` and an export to ONNX, whose runtime does not know them, they have not.
     """
-    if _in_forward_mode() or torch._C._get_tracing_state() is not None:
+    if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
         return False
-    is_compiling = torch.compiler.is_compiling()
+    if not torch.compiler.is_compiling():
+        return not is_transformed() or not torch.is_grad_enabled()
     if is_transformed():  # compilers see grad mode only from outside
-        return not is_compiling and not torch.is_grad_enabled()
-    return not (is_compiling and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+        return False
+    return not (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
 def differentiated_again() -> bool:
