@@ -96,35 +96,12 @@ class Formula:
                 pool.get(i if i < self.tensors else i + kept, parameter.default)
                 for i, parameter in enumerate(defaults)
             ]
-            results = self.plain_gradients(gradients, arguments)
+            results = _plain_gradients(
+                self.reference, self.outputs, self.grads, gradients, arguments
+            )
             return results[0] if len(results) == 1 else results
 
         return {self.forward: self.reference, self.backward: backward}
-
-    def plain_gradients(
-        self, gradients: Sequence[Tensor], arguments: Sequence[Any]
-    ) -> tuple[Tensor, ...]:
-        """Return what the backward does, differentiable any number of times.
-
-        Computed from 16-bit arguments in float32, and rounded once at the end.
-        """
-        given = list(arguments)
-        positions = [i for i in self.grads if given[i] is not None]
-
-        def outputs(*values: Tensor) -> tuple[Tensor, ...]:
-            for i, value in zip(positions, values, strict=True):
-                given[i] = value
-            return _as_tuple(self.reference(*given))[: self.outputs]
-
-        wide = [torch.promote_types(given[i].dtype, torch.float32) for i in positions]
-        values = [arguments[i].to(d) for i, d in zip(positions, wide, strict=True)]
-        results, derivative = torch.func.vjp(outputs, *values)
-        wanted = derivative(tuple(g.to(r.dtype) for g, r in zip(gradients, results, strict=True)))
-        by_position = dict(zip(positions, wanted, strict=True))
-        return tuple(
-            None if arguments[i] is None else by_position[i].to(arguments[i].dtype)
-            for i in self.grads
-        )
 
     def _register_vmap(self) -> None:
         """Samples are more rows; but sums over rows of a shared tensor's gradient are apart."""
@@ -151,11 +128,46 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else results
 
 
+def _plain_gradients(
+    reference: Callable[..., Any],
+    outputs: int,
+    grads: Sequence[int],
+    gradients: Sequence[Tensor],
+    arguments: Sequence[Any],
+) -> tuple[Tensor | None, ...]:
+    """Return what the backward does, differentiable any number of times.
+
+    Computed from 16-bit arguments in float32, and rounded once at the end.
+    """
+    given = list(arguments)
+    positions = [i for i in grads if given[i] is not None]
+
+    def of(*values: Tensor) -> tuple[Tensor, ...]:
+        for i, value in zip(positions, values, strict=True):
+            given[i] = value
+        return _as_tuple(reference(*given))[:outputs]
+
+    values = [
+        arguments[i].to(torch.promote_types(arguments[i].dtype, torch.float32)) for i in positions
+    ]
+    results, derivative = torch.func.vjp(of, *values)
+    wanted = derivative(tuple(g.to(r.dtype) for g, r in zip(gradients, results, strict=True)))
+    by_position = dict(zip(positions, wanted, strict=True))
+    return tuple(
+        None if arguments[i] is None else by_position[i].to(arguments[i].dtype) for i in grads
+    )
+
+
 def _function_of(formula: Formula) -> type[torch.autograd.Function]:
-    """What eager and compiled code differentiate once. It runs at every step: count its calls."""
+    """What eager and compiled code differentiate once. It runs at every step: count its calls.
+
+    Its functions hold no Formula, which torch 2.10's compiler does not know.
+    """
     fused_forward, fused_backward = formula.forward, formula.backward
+    reference, outputs = formula.reference, formula.outputs
     tensors, grads, kept, saves = formula.tensors, formula.grads, formula._kept, formula._saves
     count = len(fused_forward._schema.arguments)
+    returns_one = len(fused_forward._schema.returns) == 1
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
@@ -164,12 +176,15 @@ def _function_of(formula: Formula) -> type[torch.autograd.Function]:
         else:
             ctx.save_for_backward(*arguments[:tensors])
         ctx.options = arguments[tensors:]
-        return formula.of_user(results)
+        if returns_one:
+            return results
+        return results[0] if outputs == 1 else results[:outputs]
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         saved, options = ctx.saved_tensors, ctx.options
         if differentiated_again():
-            results = formula.plain_gradients(gradients, (*saved[:tensors], *options))
+            given = (*saved[:tensors], *options)
+            results = _plain_gradients(reference, outputs, grads, gradients, given)
         else:
             pool = saved + options
             results = fused_backward(*gradients, *[pool[i] for i in saves])

@@ -19,7 +19,7 @@ Y = torch.ones(4, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((X.int(), Y), TypeError, "logits must be float64.*got torch.int32"),
+        ((X.int(), Y), TypeError, "logits must be a float64.*got torch.int32"),
         ((X, Y.int()), TypeError, r"labels must be int64.*labels\.long\(\)"),
         ((X[0], Y), ValueError, r"logits must have shape \[N, C\].*got \[10\]"),
         ((X[:, :0], Y), ValueError, r"with C > 0, got \[4, 0\]"),
