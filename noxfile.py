@@ -9,7 +9,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from ci import workspace
+from ci import dirty, workspace
 from ci.workspace import DIST, MATRIX, PACKAGES, ROOT
 
 nox.needs_version = ">=2025.2.9"
@@ -104,6 +104,15 @@ def build(session):
         workspace.record_built(package, environment)
 
 
+def sample_of(session, package):
+    """Where .ci/run asks for it, return the options that sample the tests of what is unchanged."""
+    if not os.environ.get("APEX_CI_SAMPLE") or package in dirty.changed():
+        return []
+    session.log(f"{package} did not change lately: two cases of each test run")
+    seed = ["--sample-seed", dirty.seed()]
+    return ["-p", "ci.sampling", "--cases-per-test", "2", *seed]
+
+
 TESTED = [*PACKAGES, "together", "examples"]
 
 
@@ -123,6 +132,8 @@ def tests(session, package):
     else:
         install_wheels(session, [package])
     install(session, "pytest-xdist")
+    if package != "together":  # the tests of ci/ and shared_csrc/ always run
+        paths += sample_of(session, package)
     pytest(session, *paths, *options)
     # Few, or none: starting more processes would take longer.
     pytest(session, *paths, *(PARALLEL if package == "together" else []), builds=True)
