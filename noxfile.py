@@ -9,7 +9,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from ci import workspace
+from ci import dirty, workspace
 from ci.workspace import DIST, MATRIX, PACKAGES, ROOT
 
 nox.needs_version = ">=2025.2.9"
@@ -104,6 +104,15 @@ def build(session):
         workspace.record_built(package, environment)
 
 
+def sample_of(session, package):
+    """Where .ci/run asks for it, return the options that sample the tests of what is unchanged."""
+    if not os.environ.get("APEX_CI_SAMPLE") or package in dirty.changed():
+        return []
+    session.log(f"{package} did not change lately: two cases of each test run")
+    seed = ["--sample-seed", dirty.seed()]
+    return ["-p", "ci.sampling", "--cases-per-test", "2", *seed]
+
+
 TESTED = [*PACKAGES, "together", "examples"]
 
 
@@ -123,6 +132,8 @@ def tests(session, package):
     else:
         install_wheels(session, [package])
     install(session, "pytest-xdist")
+    if package != "together":  # the tests of ci/ and shared_csrc/ always run
+        paths += sample_of(session, package)
     pytest(session, *paths, *options)
     # Few, or none: starting more processes would take longer.
     pytest(session, *paths, *(PARALLEL if package == "together" else []), builds=True)
@@ -196,12 +207,22 @@ def gpu_wheels(session):
     session.log(f"on the machine with the GPU: python ci/gpu.py --wheels {folder}")
 
 
-def compile_with(session, cxx):
+def ops_first(session):
+    """Return the ops that the arguments begin with, and the rest; an unknown op is an error."""
+    try:
+        return workspace.leading_ops(session.posargs)
+    except ValueError as error:
+        session.error(str(error))
+
+
+def compile_with(session, cxx, ops):
     """Compile every CPU op with another C++ compiler; build one op with it, and run its tests."""
     if not shutil.which(cxx):
         package = cxx.replace("clang++", "clang")
         session.error(f"{cxx} was not found. On Debian and Ubuntu: apt-get install {package}")
-    session.run("python", "ci/compilers.py", cxx)
+    session.run("python", "ci/compilers.py", cxx, *ops)
+    if ops:
+        return
     install(session, "filelock", "-e", "packages/apex-optimizers[test]")
     cache = Path(session.create_tmp(), "cache").resolve()
     environment = TEST_ENVIRONMENT | {"CXX": cxx, "APEX_CACHE_DIR": str(cache), "APEX_JIT": "1"}
@@ -215,10 +236,13 @@ CXX = MATRIX["cpu"]["compilers"]
 @nox.session
 @nox.parametrize("compiler", ["cuda", "hip", *CXX], ids=["cuda", "hip", *CXX])
 def kernels(session, compiler):
-    """Compile every op of every package: for every GPU of ci/matrix.toml, by old compilers."""
+    """Compile every op (-- OP... for some) for every GPU of ci/matrix.toml, by old compilers."""
+    ops, rest = ops_first(session)
+    if rest:
+        session.error(f"expected ops alone, got {' '.join(rest)}")
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
     if compiler in CXX:
-        compile_with(session, compiler)
+        compile_with(session, compiler, ops)
         return
     if compiler == "cuda":
         install_nvcc(session)
@@ -227,12 +251,13 @@ def kernels(session, compiler):
         install(session, *(f"{tool}=={MATRIX['cuda']['disassembler']}" for tool in tools))
     if compiler == "hip" and not shutil.which("hipcc"):
         session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
-    session.run("python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"])
+    session.run("python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"], "--", *ops)
 
 
 @nox.session
 def emulate(session):
-    """Run GPU kernels of all packages on the emulated GPU, which finds their faults."""
+    """Run GPU kernels on an emulated GPU, which finds their faults (-- OP... for some)."""
+    ops_first(session)
     editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
     install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
     session.run("python", "ci/emulate.py", *session.posargs, env=TEST_ENVIRONMENT)

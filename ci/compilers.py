@@ -1,6 +1,6 @@
 """Check that a C++ compiler takes every op of every package for the CPU, without a warning.
 
-python ci/compilers.py COMPILER
+python ci/compilers.py COMPILER [OP...]
 
 It parses and instantiates all templates, at the highest ISA level and at the lowest, but writes no
 machine code, which would take ten times as long.
@@ -22,11 +22,12 @@ from native.targets import Target, cpu_levels  # noqa: E402
 LEVELS = dict.fromkeys((cpu_levels()[0], "baseline"))
 
 
-def main(cxx: str) -> None:
+def main(cxx: str, *wanted: str) -> None:
     os.environ["CXX"] = cxx
     compiler = toolchain.find_cxx()
     packages = sorted((ROOT / "packages").iterdir())
-    sources = [source for p in packages for op in find_ops(p / "src") for source in op.sources]
+    ops = [op for p in packages for op in find_ops(p / "src")]
+    sources = [s for op in ops if not wanted or op.name in wanted for s in op.sources]
     jobs = [(source, level) for source in sources for level in LEVELS]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         failures = list(filter(None, pool.map(lambda job: complaints(compiler, *job), jobs)))

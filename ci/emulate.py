@@ -1,10 +1,11 @@
 """Run the packages' device tests on the emulated GPU, warps of 32 and of 64 lanes.
 
-python ci/emulate.py [PYTEST ARGUMENTS]
+python ci/emulate.py [OP...] [PYTEST ARGUMENTS]
 
 Every op that is found is compiled for the emulator (docs/guides/gpu-without-a-gpu.md) and serves
 the tests' CPU tensors. Of every test function a few cases run; a case whose operands are too large
 to emulate is skipped with that reason. Planted bugs show that the emulator finds what it claims.
+Where ops are named, these alone are compiled, and their test files run.
 """
 
 import os
@@ -18,11 +19,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "shared_csrc"))
+sys.path[:0] = [str(ROOT / "shared_csrc"), str(ROOT)]
 
 from native import jit, trust  # noqa: E402
 from native.build import Op, build, find_ops  # noqa: E402
 from native.targets import Target  # noqa: E402
+
+from ci.workspace import leading_ops, op_tests  # noqa: E402
 
 WORK = ROOT / ".nox" / "emulated"
 CASES_PER_TEST = 3
@@ -35,15 +38,16 @@ ORDERS = "2"
 PLANTED = "shared_csrc/tests/emulation"
 
 
-def main(*arguments: str) -> None:
+def main(*words: str) -> None:
     start = time.monotonic()
     cores = str(len(os.sched_getaffinity(0)))
     os.environ |= {"APEX_CACHE_DIR": str(WORK / "cache"), "MAX_JOBS": "1"}
-    ops = list(all_ops())
+    wanted, arguments = leading_ops(words)
+    ops = [(package, op) for package, op in all_ops() if not wanted or op.name in wanted]
     with ThreadPoolExecutor(int(cores)) as pool:
         list(pool.map(build_op, ops))
     print(f"{len(ops)} ops built in {time.monotonic() - start:.0f} s", flush=True)
-    tests = [f"packages/{package.name}/tests" for package in packages()]
+    tests = chosen_tests(wanted, arguments)
     options = [
         "-q",
         "-rs",
@@ -57,12 +61,19 @@ def main(*arguments: str) -> None:
         "ci.emulate",
     ]
     options += ["--cases-per-test", str(CASES_PER_TEST), "--device-tests-only", "--device", "cpu"]
-    codes = [run_pytest({}, "-q", "-n", cores, PLANTED)] if not arguments else []
+    codes = [run_pytest({}, "-q", "-n", cores, PLANTED)] if not words else []
     for run in RUNS:
         print(f"warps of {run['APEX_EMULATE']} lanes", flush=True)
-        codes.append(run_pytest(run, *options, *(arguments or tests)))
+        codes.append(run_pytest(run, *options, *tests, *arguments))
     print(f"emulated in {time.monotonic() - start:.0f} s")
     sys.exit(max(codes))
+
+
+def chosen_tests(wanted: list[str], arguments: list[str]) -> list[str]:
+    """Return the test files of the ops; without any, all packages' tests or what pytest is told."""
+    if wanted:
+        return list(dict.fromkeys(test for op in wanted for test in op_tests(op)))
+    return [] if arguments else [f"packages/{package.name}/tests" for package in packages()]
 
 
 def packages() -> list[Path]:

@@ -1,6 +1,6 @@
 """Compile every op of every package for a GPU backend; no GPU is needed, and nothing is run.
 
-python ci/kernels.py cuda|hip ARCHITECTURE...
+python ci/kernels.py cuda|hip ARCHITECTURE... [-- OP...]
 
 For one CUDA architecture, `evidence` in ci/matrix.toml, it also shows what the kernels take:
 registers, shared memory, spills, and whether the engines move 16 bytes at a time. Figures of every
@@ -24,7 +24,7 @@ from native.errors import BuildError  # noqa: E402
 from native.targets import Target  # noqa: E402
 
 from ci import ptxas, sass  # noqa: E402
-from ci.workspace import MATRIX, tomllib  # noqa: E402
+from ci.workspace import MATRIX, leading_ops, tomllib  # noqa: E402
 
 # Torch's and the toolkits' own headers are compiled with -isystem, so what is left is ours.
 WARNING = re.compile(r"\bwarning\b", re.IGNORECASE)
@@ -36,12 +36,14 @@ OUTPUT = ROOT / ".nox" / "kernels"
 EVIDENCE_ARCH = MATRIX["cuda"]["evidence"]
 
 
-def main(backend: str, *archs: str) -> None:
+def main(backend: str, *words: str) -> None:
+    end = words.index("--") if "--" in words else len(words)
+    archs, wanted = words[:end], leading_ops(words[end + 1 :])[0]
     shows_evidence = backend == "cuda" and EVIDENCE_ARCH in archs
     if shows_evidence:
         os.environ.update(ptxas.VERBOSE)
     packages = sorted((ROOT / "packages").iterdir())
-    ops = {p.name: found for p in packages if (found := find_ops(p / "src"))}
+    ops = {p.name: found for p in packages if (found := chosen(find_ops(p / "src"), wanted))}
     folder = OUTPUT / backend
 
     def compile_package(name: str) -> list[str]:
@@ -63,9 +65,14 @@ def main(backend: str, *archs: str) -> None:
         found = {}
         for name in ops:
             found |= evidence(ops[name], folder / name)
-        failures += judge(found)
+        failures += judge(found, wanted)
     if failures:
         sys.exit("\n".join(["", *failures]))
+
+
+def chosen(ops: list[Op], wanted: list[str]) -> list[Op]:
+    """Return the wanted ones; all where none is named."""
+    return [op for op in ops if not wanted or op.name in wanted]
 
 
 def compile_ops(ops: list[Op], target: Target, folder: Path, package: str) -> list[str]:
@@ -105,7 +112,7 @@ def evidence(ops: list[Op], folder: Path) -> dict[str, dict]:
     }
 
 
-def judge(found: dict[str, dict]) -> list[str]:
+def judge(found: dict[str, dict], wanted: list[str] = ()) -> list[str]:
     """Print the table, write all figures, and return what is wrong with them."""
     (OUTPUT / "cuda" / "kernels.json").write_text(json.dumps(found, indent=1))
     print(table(found))
@@ -118,6 +125,8 @@ def judge(found: dict[str, dict]) -> list[str]:
         complaints += sass.narrow_kernels(op["op"], op["accesses"], narrow)
     present = [(op["op"], kernel["kernel"]) for op in found.values() for kernel in op["resources"]]
     for entry in [*spills, *narrow]:
+        if wanted and entry.get("op") not in wanted:
+            continue  # not compiled
         if not entry.get("reason"):
             complaints.append(f"ci/accepted_kernels.toml: {entry['kernel']} has no reason")
         if not any(ptxas.names(entry, *kernel) for kernel in present):

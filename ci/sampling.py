@@ -9,6 +9,7 @@ marked `slow` are left out. Where there are many such runs, each can take a shar
 1/2 and 2/2 have none in common, and together they have all.
 """
 
+import random
 import zlib
 from collections import defaultdict
 
@@ -22,6 +23,7 @@ def pytest_addoption(parser):
         metavar="N",
         help="run at most N of a test function's parametrized cases, spread over all of them",
     )
+    parser.addoption("--sample-seed", metavar="TEXT", help="draw the cases by lot, with this seed")
     parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the functions")
 
 
@@ -37,7 +39,12 @@ def pytest_collection_modifyitems(config, items):
         function = item.nodeid.partition("[")[0]
         if item.get_closest_marker("slow") is None and is_in_share(function, *share):
             cases[function].append(item)
-    kept = {item for group in cases.values() for item in spread(group, limit)}
+    seed = config.getoption("--sample-seed")
+    drawn = (
+        spread(group, limit) if seed is None else draw(group, limit, f"{seed} {function}")
+        for function, group in cases.items()
+    )
+    kept = {item for group in drawn for item in group}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -68,3 +75,8 @@ def spread(group: list, limit: int) -> list:
         return [group[len(group) // 2]]
     step = (len(group) - 1) / (limit - 1)
     return [group[round(i * step)] for i in range(limit)]
+
+
+def draw(group: list, limit: int, seed: str) -> list:
+    """Return at most ``limit`` of the group's items by lot: the same ones for the same seed."""
+    return random.Random(seed).sample(group, min(limit, len(group)))

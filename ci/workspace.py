@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,6 +79,37 @@ def wheel(package: str) -> Path:
             f"dist/ holds {len(found)} wheels of {package}; run `nox -s build` to make one"
         )
     return found[0]
+
+
+def ops() -> dict[str, str]:
+    """Return every op's package: an op is a folder with a .cpp file of its own name."""
+    sources = [p.relative_to(ROOT) for p in files("packages/*.cpp")]
+    return {s.stem: s.parts[1] for s in sources if s.parts[2] == "src" and s.stem == s.parent.name}
+
+
+def leading_ops(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split into the ops that the words begin with, and the rest: paths, or from an option on.
+
+    Raises:
+        ValueError: a word before the rest is no op; the text lists the ops.
+    """
+    known, named = ops(), []
+    for word in words:
+        if word.startswith("-") or "/" in word:
+            break
+        if word not in known:
+            raise ValueError(f"there is no op {word}; expected some of {', '.join(sorted(known))}")
+        named.append(word)
+    return named, list(words[len(named) :])
+
+
+def op_tests(op: str) -> list[str]:
+    """Return the test files of an op: of its name, or else those that mention it."""
+    folder = f"packages/{ops()[op]}/tests"
+    tests = [p for p in files(folder) if p.name.startswith("test_") and p.suffix == ".py"]
+    own = [p for p in tests if p.stem == f"test_{op}" or p.stem.startswith(f"test_{op}_")]
+    own = own or [p for p in tests if re.search(rf"\b{op}\b", p.read_text())]
+    return [p.relative_to(ROOT).as_posix() for p in own] or [folder]
 
 
 def find_pyenv_interpreters() -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 from environments import ROOT, run
 
-from ci.sampling import is_in_share, parse_share, spread
+from ci.sampling import draw, is_in_share, parse_share, spread
 
 MODULE = """
 import pytest
@@ -77,3 +77,11 @@ def test_a_share_alone_is_refused(tmp_path):
     done = run(*command, "--share", "1/2", tmp_path, env={"PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "needs --cases-per-test" in done.stderr
+
+
+def test_a_seed_draws_the_same_cases_again_and_others_in_time():
+    group = list(range(20))
+    assert draw(group, 2, "a") == draw(group, 2, "a")
+    drawn = {case for seed in range(200) for case in draw(group, 2, f"{seed}")}
+    assert drawn == set(group)
+    assert draw([1], 2, "a") == [1]

@@ -1,0 +1,67 @@
+"""Which packages changed since a base commit: CI tests these in full, and samples the rest.
+
+The base is ``CI_BASE``, by default the newest commit more than a day older than HEAD. Files that
+are not committed count too. Where git cannot tell (no history, a shallow clone, no such base),
+everything counts as changed.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+from ci.workspace import PACKAGES, ROOT
+
+DAY = 24 * 3600
+EVERYTHING = frozenset([*PACKAGES, "examples"])
+
+
+def changed(root: Path = ROOT, base: str | None = None) -> frozenset[str]:
+    """Return the packages that changed, and "examples" where these or what they import did."""
+    try:
+        return affected(changed_files(root, base or os.environ.get("CI_BASE")))
+    except (LookupError, OSError, ValueError, subprocess.CalledProcessError):
+        return EVERYTHING
+
+
+def seed(root: Path = ROOT) -> str:
+    """Return what the sample of a commit depends on: other at each commit, the same if repeated."""
+    return git(root, "rev-parse", "HEAD")
+
+
+def affected(files: list[str]) -> frozenset[str]:
+    """Return what the files are a part of; a file that is not known to matter little is of all."""
+    found = set()
+    for file in files:
+        top, _, rest = file.partition("/")
+        if top == "packages" and rest.partition("/")[0] in PACKAGES:
+            found |= {rest.partition("/")[0], "examples"}
+        elif top == "docs":
+            found.add("examples")
+        elif not is_without_effect(file):
+            return EVERYTHING
+    return frozenset(found)
+
+
+def is_without_effect(file: str) -> bool:
+    """Whether no package's test can see the file: prose, and tests that always run in full."""
+    return file.endswith(".md") or file.startswith(("ci/tests/", "shared_csrc/tests/"))
+
+
+def changed_files(root: Path, base: str | None) -> list[str]:
+    if git(root, "rev-parse", "--is-shallow-repository") != "false":
+        raise LookupError("a shallow clone")
+    if not base:
+        before = int(git(root, "log", "-1", "--format=%ct")) - DAY
+        base = git(root, "log", "-1", "--format=%H", f"--before={before}")
+    if not base:
+        raise LookupError("no commit is older than a day")
+    git(root, "merge-base", "--is-ancestor", base, "HEAD")
+    tracked = git(root, "diff", "--name-only", "--no-renames", "-z", base, "--")
+    new = git(root, "ls-files", "-z", "--others", "--exclude-standard")
+    return [name for name in f"{tracked}\0{new}".split("\0") if name]
+
+
+def git(root: Path, *words: str) -> str:
+    command = ["git", *words]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
