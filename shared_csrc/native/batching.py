@@ -25,7 +25,7 @@ def register_vmap(op: Any, rows: Mapping[int, int | None]) -> None:
         size = arguments[sample].shape[in_dims[sample]]
         if rows and batched <= rows.keys() and _lead(arguments, in_dims, rows) > 0:
             return _as_rows(op, size, in_dims, arguments, rows)
-        return _one_by_one(op, size, in_dims, arguments)
+        return one_by_one(op, size, in_dims, arguments)
 
     torch.library.register_vmap(op, rule)
 
@@ -61,7 +61,8 @@ def _as_rows(
     return tuple(map(unflat, results)), (0,) * len(results)
 
 
-def _one_by_one(op: Any, size: int, in_dims: Sequence[int | None], arguments: Sequence[Any]) -> Any:
+def one_by_one(op: Any, size: int, in_dims: Sequence[int | None], arguments: Sequence[Any]) -> Any:
+    """Run ``op`` once per sample: what a rule of ``vmap`` returns."""
     results = [
         op(
             *(

@@ -26,21 +26,14 @@ def refuse_transforms(name: str, remedy: str) -> None:
         raise NotImplementedError(f"{name}: torch.func cannot transform this function. {remedy}")
 
 
-def needs_plain() -> bool:
-    """Whether plain PyTorch must compute this call, because operators have no rule for what is
-    around it: ``torch.func``, forward-mode differentiation or ``torch.jit.trace``.
-
-    Ask before an operator or an ``autograd.Function`` is called: else derivatives are lost in
-    part, without a word.
-    """
-    return is_transformed() or _in_forward_mode() or torch._C._get_tracing_state() is not None
-
-
 def kernels_serve() -> bool:
     """Whether operators have an answer to what is around this call.
 
     To ``vmap`` without gradients they have; to forward mode, other transforms of ``torch.func``,
     ``torch.jit.trace`` and an export to ONNX, whose runtime does not know them, they have not.
+
+    Ask before an operator or an ``autograd.Function`` is called: else derivatives are lost in
+    part, without a word.
     """
     if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
         return False

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from .._shared.native.transforms import is_transformed
+from .._shared.native.transforms import kernels_serve
 
 
 def run(function: type[Function], *arguments: Any) -> Tensor:
@@ -23,30 +23,13 @@ def run(function: type[Function], *arguments: Any) -> Tensor:
 
 def run_locally(function: type[Function], *arguments: Any) -> Any:
     """Apply ``function``; call its forward where there are no gradients, in half the time; or,
-    where :func:`needs_plain` says so, compute the formula in plain PyTorch.
+    where kernels do not serve, compute the formula in plain PyTorch.
     """
-    if needs_plain():
+    if not kernels_serve():
         return function.plain(*arguments)
     if not torch.is_grad_enabled() or not any(map(_requires_grad, arguments)):
         return function.forward(None, *arguments)
     return function.apply(*arguments)
-
-
-def needs_plain() -> bool:
-    """Whether our operators cannot serve this call.
-
-    They cannot where it is traced for a runtime that has none of them; where it is differentiated
-    in forward mode, for which they have no formula; and under the transforms of ``torch.func``,
-    which take no function that saves what it does not return. The latter two would in part give
-    gradients of zero, without a word.
-    """
-    if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
-        return True  # torch.func.jvp, jacfwd, dual_level; torch.jit.trace, the old ONNX exporter
-    is_compiling = torch.compiler.is_compiling()
-    if is_transformed():
-        # Without gradients vmap has rules for them; but compilers see grad mode only from outside.
-        return is_compiling or torch.is_grad_enabled()
-    return is_compiling and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
 def _requires_grad(argument: Any) -> bool:

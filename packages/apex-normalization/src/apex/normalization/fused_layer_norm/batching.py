@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._shared.native.batching import one_by_one, register_vmap
+
 
 def batch_rows(op: Any, with_rows: int) -> None:
     """Register a rule for a forward ``op`` that takes a batch of rows as more rows.
@@ -19,7 +21,7 @@ def batch_rows(op: Any, with_rows: int) -> None:
     def rule(info: Any, in_dims: Sequence[int | None], *arguments: Any):
         size = info.batch_size
         if any(d is not None for d in in_dims[with_rows:]):
-            return _one_by_one(op, size, in_dims, arguments)
+            return one_by_one(op, size, in_dims, arguments)
         rows = [_leading(a, d, size) for a, d in zip(arguments[:with_rows], in_dims, strict=False)]
         results = op(*rows, *arguments[with_rows:])
         # Those that are not of a row's shape are statistics, [size * rows].
@@ -32,26 +34,9 @@ def batch_rows(op: Any, with_rows: int) -> None:
 
 def batch_one_by_one(op: Any) -> None:
     """Register a rule for ``op`` that runs it once per element of the batch."""
-
-    def rule(info: Any, in_dims: Sequence[int | None], *arguments: Any):
-        return _one_by_one(op, info.batch_size, in_dims, arguments)
-
-    torch.library.register_vmap(op, rule)
+    register_vmap(op, {})
 
 
 def _leading(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     moved = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
     return moved.contiguous()
-
-
-def _one_by_one(op: Any, size: int, in_dims: Sequence[int | None], arguments: Sequence[Any]):
-    results = [
-        op(
-            *(
-                a if d is None else a.select(d, i).contiguous()
-                for a, d in zip(arguments, in_dims, strict=True)
-            )
-        )
-        for i in range(size)
-    ]
-    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
