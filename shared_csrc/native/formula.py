@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transforms import differentiated_again, kernels_serve
+from .batching import register_vmap
+from .gradients import function_of, plain_gradients, refusing
+from .transforms import kernels_serve
 
 __all__ = ["Formula"]
 
@@ -26,7 +29,9 @@ class Formula:
     Args:
         name: what users call the function by; messages begin with it.
         forward: the raw operator, ``(tensors..., options...) -> (outputs..., statistics...)``.
-        backward: the raw operator, ``(gradients of outputs..., *saves) -> gradients of grads``.
+        backward: the raw operator, ``(gradients of outputs..., *saves) -> gradients of grads``. It
+            may take one argument more: whether any gradient of ``shared`` is wanted. It takes None
+            for an output without a gradient if its schema says ``Tensor?`` there, else zeros.
         reference: ``forward`` in plain PyTorch, with the same arguments and results.
         saves: names of arguments and results of ``forward`` that ``backward`` takes, in its order.
         grads: names of the arguments that have gradients, in the order of the backward's results.
@@ -34,6 +39,10 @@ class Formula:
             dimensions before are those of every result, too.
         shared: names of the tensors that all rows share; their gradients are sums over rows.
         outputs: how many results are the user's; the others are statistics, without gradients.
+        plain_backward: ``backward`` in plain PyTorch, whose results can be differentiated; of
+            statistics it may take the values, but not lose their derivatives. Where there is one,
+            nothing but ``saves`` is kept for the backward; else every tensor is, for ``reference``.
+        arrange: makes gradients of ``grads`` of the backward's results, where they are not.
     """
 
     def __init__(
@@ -48,22 +57,40 @@ class Formula:
         rows: Mapping[str, int],
         shared: Sequence[str] = (),
         outputs: int = 1,
+        plain_backward: Callable[..., Any] | None = None,
+        arrange: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.name, self.reference, self.outputs = name, reference, outputs
         self.forward, self.backward = forward, backward
+        self.saves, self.plain_backward, self.arrange = saves, plain_backward, arrange
         arguments = forward._schema.arguments
         names = [argument.name for argument in arguments]
-        results = [result.name for result in forward._schema.returns]
+        self.names = names
+        self.results = [result.name for result in forward._schema.returns]
         self.tensors = sum("Tensor" in str(argument.type) for argument in arguments)
-        self.grads = [names.index(name) for name in grads]
-        self.rows = {names.index(name): dims for name, dims in rows.items()}
-        self.shared = [names.index(name) for name in shared]
-        # What the backward is given stands in (*tensors, *kept results, *options).
-        self._kept = [results.index(name) for name in saves if name in results]
-        pool = [*names[: self.tensors], *(results[i] for i in self._kept), *names[self.tensors :]]
-        self._saves = [pool.index(name) for name in saves]
-        self._function = _function_of(self)
-        self._register_vmap()
+        for save in saves:
+            (names + self.results).index(save)
+        self.grads = [names.index(grad) for grad in grads]
+        self.rows = {names.index(row): dims for row, dims in rows.items()}
+        self.shared = [names.index(tensor) for tensor in shared]
+        self._function = function_of(self, plain_backward)
+        register_vmap(forward, self.rows)
+        register_vmap(backward, self._rows_of_backward())
+
+    def from_output(self, saves: Sequence[str], backward: Any, plain_backward: Any) -> Formula:
+        """The same function, whose backward recovers the input from what it keeps: the output.
+
+        Its gradients cannot be differentiated again, which raises RuntimeError.
+
+        Args:
+            saves, backward: as of the class.
+            plain_backward: ``backward`` in plain PyTorch, for decompositions.
+        """
+        formula = copy.copy(self)
+        formula.saves, formula.backward, formula.plain_backward = saves, backward, plain_backward
+        formula._function = function_of(formula, refusing(self.name, backward))
+        register_vmap(backward, formula._rows_of_backward())
+        return formula
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the output, or a tuple of several."""
@@ -87,34 +114,31 @@ class Formula:
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Both operators in ATen's, for ``ExportedProgram.run_decompositions``."""
+        if self.plain_backward is not None:
+            return {self.forward: self.reference, self.backward: self.plain_backward}
 
         def backward(*given: Any) -> Any:
             gradients = given[: self.outputs]
-            pool = dict(zip(self._saves, given[self.outputs :], strict=True))
-            kept, defaults = len(self._kept), inspect.signature(self.reference).parameters.values()
-            arguments = [
-                pool.get(i if i < self.tensors else i + kept, parameter.default)
-                for i, parameter in enumerate(defaults)
-            ]
-            results = _plain_gradients(
+            saved = dict(zip(self.saves, given[self.outputs :], strict=True))
+            defaults = inspect.signature(self.reference).parameters
+            arguments = [saved.get(name, p.default) for name, p in defaults.items()]
+            results = plain_gradients(
                 self.reference, self.outputs, self.grads, gradients, arguments
             )
             return results[0] if len(results) == 1 else results
 
         return {self.forward: self.reference, self.backward: backward}
 
-    def _register_vmap(self) -> None:
+    def _rows_of_backward(self) -> dict[int, int | None]:
         """Samples are more rows; but sums over rows of a shared tensor's gradient are apart."""
-        from .batching import register_vmap
-
-        register_vmap(self.forward, self.rows)
-        rows: dict[int, int | None] = {}
-        if not self.shared:
-            rows.update(dict.fromkeys(range(self.outputs)))
-            for position, i in enumerate(self._saves, start=self.outputs):
-                if i in self.rows or self.tensors <= i < self.tensors + len(self._kept):
-                    rows[position] = self.rows.get(i)
-        register_vmap(self.backward, rows)
+        if self.shared:
+            return {}
+        rows: dict[int, int | None] = dict.fromkeys(range(self.outputs))
+        of_arguments = {self.names[i]: dims for i, dims in self.rows.items()}
+        for position, name in enumerate(self.saves, start=self.outputs):
+            if name in of_arguments or name in self.results:
+                rows[position] = of_arguments.get(name)
+        return rows
 
     def _has_dtensors(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a tensor is a DTensor; imports nothing: where there is one, it is imported."""
@@ -122,76 +146,3 @@ class Formula:
         if module is None:
             return False
         return any(isinstance(a, module.DTensor) for a in arguments[: self.tensors])
-
-
-def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (results,) if isinstance(results, Tensor) else results
-
-
-def _plain_gradients(
-    reference: Callable[..., Any],
-    outputs: int,
-    grads: Sequence[int],
-    gradients: Sequence[Tensor],
-    arguments: Sequence[Any],
-) -> tuple[Tensor | None, ...]:
-    """Return what the backward does, differentiable any number of times.
-
-    Computed from 16-bit arguments in float32, and rounded once at the end.
-    """
-    given = list(arguments)
-    positions = [i for i in grads if given[i] is not None]
-
-    def of(*values: Tensor) -> tuple[Tensor, ...]:
-        for i, value in zip(positions, values, strict=True):
-            given[i] = value
-        return _as_tuple(reference(*given))[:outputs]
-
-    values = [
-        arguments[i].to(torch.promote_types(arguments[i].dtype, torch.float32)) for i in positions
-    ]
-    results, derivative = torch.func.vjp(of, *values)
-    wanted = derivative(tuple(g.to(r.dtype) for g, r in zip(gradients, results, strict=True)))
-    by_position = dict(zip(positions, wanted, strict=True))
-    return tuple(
-        None if arguments[i] is None else by_position[i].to(arguments[i].dtype) for i in grads
-    )
-
-
-def _function_of(formula: Formula) -> type[torch.autograd.Function]:
-    """What eager and compiled code differentiate once. It runs at every step: count its calls.
-
-    Its functions hold no Formula, which torch 2.10's compiler does not know.
-    """
-    fused_forward, fused_backward = formula.forward, formula.backward
-    reference, outputs = formula.reference, formula.outputs
-    tensors, grads, kept, saves = formula.tensors, formula.grads, formula._kept, formula._saves
-    count = len(fused_forward._schema.arguments)
-    returns_one = len(fused_forward._schema.returns) == 1
-
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        results = fused_forward(*arguments)
-        if kept:
-            ctx.save_for_backward(*arguments[:tensors], *[results[i] for i in kept])
-        else:
-            ctx.save_for_backward(*arguments[:tensors])
-        ctx.options = arguments[tensors:]
-        if returns_one:
-            return results
-        return results[0] if outputs == 1 else results[:outputs]
-
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        saved, options = ctx.saved_tensors, ctx.options
-        if differentiated_again():
-            given = (*saved[:tensors], *options)
-            results = _plain_gradients(reference, outputs, grads, gradients, given)
-        else:
-            pool = saved + options
-            results = fused_backward(*gradients, *[pool[i] for i in saves])
-        answer = [None] * count
-        for i, result in zip(grads, _as_tuple(results), strict=True):
-            answer[i] = result
-        return tuple(answer)
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(formula.name, (torch.autograd.Function,), members)

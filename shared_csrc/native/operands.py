@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,26 @@ def exact(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     tensor = tensor.contiguous()
     return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+
+
+def statistics_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that rows of ``dtype`` are computed in, which their statistics have."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Cast floating-point tensors to autocast's dtype where it is enabled for the first's device.
+
+    float64 input keeps its dtype, as everywhere in torch's autocast, and its parameters with it.
+    """
+    x = tensors[0]
+    if not isinstance(x, Tensor):
+        return tensors  # the check that follows says what is wrong
+    device_type = "cpu" if x.is_cpu else x.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    if x.dtype == torch.float64 or not x.is_floating_point():
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    is_cast = lambda value: isinstance(value, Tensor) and value.is_floating_point()
+    return tuple(value.to(dtype) if is_cast(value) else value for value in tensors)

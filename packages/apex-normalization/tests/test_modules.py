@@ -216,7 +216,7 @@ def test_megatron_finds_memory_efficient():
     """Megatron reads the argument's name from the signature of forward."""
     for name in ("FusedLayerNormAffineFunction", "FusedRMSNormAffineFunction"):
         function = getattr(fused_layer_norm, name)
-        assert issubclass(function, torch.autograd.Function)
+        assert callable(function.apply)
         assert "memory_efficient" in inspect.getfullargspec(function.forward).args
 
 

@@ -98,12 +98,12 @@ def backward_samples(dtype, device):
     z, scale = ops.rms_norm_forward(x, weight, C, EPS)
     return [
         (ops.layer_norm_forward, (x, weight, None, C, EPS)),
-        (ops.layer_norm_backward, (dy, x, weight, None, mean, rstd, C, EPS, dtype, False, True)),
-        (ops.layer_norm_backward, (dy, y, weight, bias, None, rstd, C, EPS, dtype, True, True)),
-        (ops.layer_norm_backward, (dy, x, None, None, mean, rstd, C, EPS, dtype, False, False)),
+        (ops.layer_norm_backward, (dy, x, weight, mean, rstd, C, True)),
+        (ops.layer_norm_backward_from_output, (dy, y, weight, bias, rstd, C, EPS, True)),
+        (ops.layer_norm_backward, (dy, x, None, mean, rstd, C, False)),
         (ops.rms_norm_forward, (x, None, C, EPS)),
-        (ops.rms_norm_backward, (dy, x, weight, scale, C, EPS, dtype, False, True)),
-        (ops.rms_norm_backward, (dy, z, weight, scale, C, EPS, dtype, True, True)),
+        (ops.rms_norm_backward, (dy, x, weight, scale, C, True)),
+        (ops.rms_norm_backward_from_output, (dy, z, weight, scale, C, EPS, True)),
     ]
 
 

@@ -219,7 +219,10 @@ OURS_BY_KIND = {
 def test_what_stays_ours(call):
     y = call()
     assert not served_by_torch(y)
-    assert "Fused" in type(y.grad_fn).__name__
+    nodes = [y.grad_fn]
+    while "fused" not in type(nodes[-1]).__name__:  # behind the cast to the result's dtype
+        nodes.append(nodes[-1].next_functions[0][0])
+    assert len(nodes) <= 2
 
 
 def test_compiled_code_keeps_our_operators(device):

@@ -29,13 +29,16 @@ def layer_norm_samples(dtype, device):
     forward.append((x[:0], weight, bias, 33, EPS))
     y, mean, rstd = ops.layer_norm_forward(x, weight, bias, 33, EPS)
     backward = [
-        (dy, x, weight, None, mean, rstd, 33, EPS, dtype, False, True),
-        (dy, x, weight, None, mean, rstd, 33, EPS, dtype, False, False),
-        (dy, x, None, None, mean, rstd, 33, EPS, dtype, False, False),
-        (dy, y, weight, bias, None, rstd, 33, EPS, dtype, True, True),
-        (dy[:0], x[:0], weight, None, mean[:0], rstd[:0], 33, EPS, dtype, False, True),
+        (dy, x, weight, mean, rstd, 33, True),
+        (dy, x, weight, mean, rstd, 33, False),
+        (dy, x, None, mean, rstd, 33, False),
+        (dy[:0], x[:0], weight, mean[:0], rstd[:0], 33, True),
     ]
-    return forward, backward
+    from_output = [
+        (dy, y, weight, bias, rstd, 33, EPS, True),
+        (dy, y, weight, None, rstd, 33, EPS, False),
+    ]
+    return forward, backward, from_output
 
 
 def rms_norm_samples(dtype, device):
@@ -44,21 +47,22 @@ def rms_norm_samples(dtype, device):
     forward = [(x, weight, 33, EPS), (x, None, 33, EPS), (x[:0], weight, 33, EPS)]
     y, rstd = ops.rms_norm_forward(x, weight, 33, EPS)
     backward = [
-        (dy, x, weight, rstd, 33, EPS, dtype, False, True),
-        (dy, x, None, rstd, 33, EPS, dtype, False, False),
-        (dy, y, weight, rstd, 33, EPS, dtype, True, True),
+        (dy, x, weight, rstd, 33, True),
+        (dy, x, None, rstd, 33, False),
     ]
-    return forward, backward
+    return forward, backward, [(dy, y, weight, rstd, 33, EPS, True)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_opcheck(dtype, device):
-    forward, backward = layer_norm_samples(dtype, device)
+    forward, backward, from_output = layer_norm_samples(dtype, device)
     opcheck_samples(ops.layer_norm_forward, forward)
     opcheck_samples(ops.layer_norm_backward, backward)
-    forward, backward = rms_norm_samples(dtype, device)
+    opcheck_samples(ops.layer_norm_backward_from_output, from_output)
+    forward, backward, from_output = rms_norm_samples(dtype, device)
     opcheck_samples(ops.rms_norm_forward, forward)
     opcheck_samples(ops.rms_norm_backward, backward)
+    opcheck_samples(ops.rms_norm_backward_from_output, from_output)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -196,13 +200,14 @@ def test_kernels_check_what_python_did_not():
         with pytest.raises(RuntimeError, match=text):
             ops.layer_norm_forward(*arguments)
     _, mean, rstd = ops.layer_norm_forward(X, W, None, 6, EPS)
-    rest = (6, EPS, torch.float32, False, True)
     for arguments, text in [
-        ((X[:3], X, W, None, mean, rstd, *rest), "dy must be contiguous, with 24 elements"),
-        ((X, X, W, None, mean, rstd[:2], *rest), "rstd must be"),
-        ((X, X, W, None, None, rstd, *rest), "mean is needed"),
-        ((X, X, None, None, mean, rstd, *rest), "weight_grads needs a weight"),
-        ((X, X, W, None, mean.double(), rstd, *rest), "mean must be"),
+        ((X[:3], X, W, mean, rstd), "dy must be contiguous, with 24 elements"),
+        ((X, X, W, mean, rstd[:2]), "rstd must be"),
+        ((X, X, W, None, rstd), "mean must be a tensor, got None"),
+        ((X, X, None, mean, rstd), "weight_grads needs a weight"),
+        ((X, X, W, mean.double(), rstd), "mean must be"),
     ]:
         with pytest.raises(RuntimeError, match=text):
-            ops.layer_norm_backward(*arguments)
+            ops.layer_norm_backward(*arguments, 6, True)
+    with pytest.raises(RuntimeError, match="y and dy must have one dtype, got float16 and float32"):
+        ops.layer_norm_backward_from_output(X, X.half(), W, None, rstd, 6, EPS, True)

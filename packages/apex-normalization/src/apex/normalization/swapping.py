@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._shared.native.operands import FLOATS
 from .fused_layer_norm import (
     FusedLayerNorm,
     FusedRMSNorm,
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
-    plain,
 )
-from .fused_layer_norm.dtypes import FLOATING
+from .fused_layer_norm.formulas import rms_norm_reference
 
 _LOOKS_LIKE_A_NORM = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 # Attributes under which RMS norms keep their eps: Llama's and T5's, Gemma's and others', Flax's.
@@ -191,7 +191,7 @@ def _check_torch(module: nn.Module, base: type[nn.Module], names: set[str]) -> N
     if set(module._parameters) != names or module._modules or module._buffers:
         raise _NotSwapped(f"has other parameters or modules than torch.nn.{base.__name__}")
     _check_methods(module, base)
-    if any(p is not None and p.dtype not in FLOATING for p in module.parameters()):
+    if any(p is not None and p.dtype not in FLOATS for p in module.parameters()):
         raise _NotSwapped("has parameters in a dtype that kernels do not take")
 
 
@@ -204,7 +204,7 @@ def _check_rms_norm(module: nn.Module) -> float:
     weight = getattr(module, "weight", None)
     names = [name for name, p in module._parameters.items() if p is not None]
     buffers = list(module.buffers())
-    if names != ["weight"] or buffers or weight.dim() != 1 or weight.dtype not in FLOATING:
+    if names != ["weight"] or buffers or weight.dim() != 1 or weight.dtype not in FLOATS:
         raise _NotSwapped("has other parameters or buffers than a one-dimensional weight")
     found = (getattr(module, name) for name in _EPS_NAMES if hasattr(module, name))
     eps = next((e for e in found if isinstance(e, float)), None)
@@ -229,7 +229,7 @@ def _computes_rms_norm(module: nn.Module, weight: Tensor, eps: float) -> bool:
     try:
         for shape in ((3, columns), (2, 3, columns), (2, 4, 3, columns)):
             x = (torch.randn(shape, generator=generator, device="cpu") * scales).to(weight)
-            expected, _ = plain.rms_norm(x.double(), trial.double(), 1, eps, torch.float64)
+            expected, _ = rms_norm_reference(x.double(), trial.double(), x.shape[-1], eps)
             for mode in (True, False):
                 y = torch.func.functional_call(module.train(mode), {"weight": trial}, (x,))
                 if not _is_close(y, expected, x):

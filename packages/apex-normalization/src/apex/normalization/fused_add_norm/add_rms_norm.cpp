@@ -29,12 +29,15 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const T
   return {y, sum, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy,
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy_of_any_layout,
                                                          const OptionalTensor& dsum,
                                                          const Tensor& sum, const Tensor& weight,
                                                          const Tensor& rstd, int64_t columns,
                                                          bool weight_grads) {
-  Operands o("add_rms_norm_backward", dy, sum, weight, columns);
+  const char* op = "add_rms_norm_backward";
+  check_tensors(op, {{"dy", dy_of_any_layout}});
+  Tensor dy = as_contiguous(dy_of_any_layout);
+  Operands o(op, dy, sum, weight, columns);
   o.check_statistics("rstd", rstd);
   GradTensors grads(o, dsum);
   Tensor dweight = empty(dy, {weight_grads ? columns : 0}, weight.scalar_type());

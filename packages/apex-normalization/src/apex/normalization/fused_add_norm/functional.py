@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
-from torch.autograd import Function
 
-from ..fused_layer_norm.apply import is_dtensor, run_locally
-from .functions import FusedAddLayerNormFunction, FusedAddRMSNormFunction
+from ..fused_layer_norm.checks import rms_eps
+from .checks import check_add_operands
+from .formulas import add_layer_norm, add_rms_norm, run
 
 
 def fused_add_layer_norm(
@@ -60,7 +58,8 @@ def fused_add_layer_norm(
         >>> y.shape
         torch.Size([4, 64])
     """
-    y, total = _run(FusedAddLayerNormFunction, x, residual, weight, bias, eps)
+    check_add_operands("fused_add_layer_norm", x, residual, weight, bias, eps)
+    y, total = run(add_layer_norm, x, residual, (weight, bias), eps)
     return (y, total) if prenorm else y
 
 
@@ -79,23 +78,7 @@ def fused_add_rms_norm(
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
-    y, total = _run(FusedAddRMSNormFunction, x, residual, weight, eps)
+    eps = rms_eps(x, eps)
+    check_add_operands("fused_add_rms_norm", x, residual, weight, None, eps)
+    y, total = run(add_rms_norm, x, residual, (weight,), eps)
     return (y, total) if prenorm else y
-
-
-def _run(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any):
-    """Return y and the sum: fused, shard by shard, or in plain PyTorch."""
-    if type(x) is not Tensor and is_dtensor(x) and isinstance(arguments[0], Tensor):
-        return _run_on_shards(function, x, residual, *arguments)
-    return run_locally(function, x, residual, *arguments)
-
-
-def _run_on_shards(function: type[Function], x: Tensor, residual: Tensor, *arguments: Any):
-    from ..fused_layer_norm.sharded import on_local_rows
-
-    *parameters, eps = arguments
-
-    def on_shard(rows, parameters):
-        return _run(function, *rows, *parameters, eps)
-
-    return on_local_rows(on_shard, [x, residual], parameters, parameters[0].dim())

@@ -35,9 +35,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& 
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
-    const Tensor& dy, const OptionalTensor& dsum, const Tensor& sum, const Tensor& weight,
-    const Tensor& mean, const Tensor& rstd, int64_t columns, bool weight_grads) {
-  Operands o("add_layer_norm_backward", dy, sum, weight, columns);
+    const Tensor& dy_of_any_layout, const OptionalTensor& dsum, const Tensor& sum,
+    const Tensor& weight, const Tensor& mean, const Tensor& rstd, int64_t columns,
+    bool weight_grads) {
+  const char* op = "add_layer_norm_backward";
+  check_tensors(op, {{"dy", dy_of_any_layout}});
+  Tensor dy = as_contiguous(dy_of_any_layout);
+  Operands o(op, dy, sum, weight, columns);
   o.check_statistics("mean", mean);
   o.check_statistics("rstd", rstd);
   GradTensors grads(o, dsum);

@@ -2,7 +2,7 @@
 
 They work on raw memory: contiguous tensors, taken as matrices ``[rows, columns]``. "Statistics" are
 float32, or float64 for float64 ``x``. Kernels exist for one dtype of all tensors, and for a 16-bit
-``x`` with float32 weights and a residual in either dtype; ``functional.py`` casts other
+``x`` with float32 weights and a residual in either dtype; ``formulas.py`` casts other
 combinations.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
+from .._shared.native.operands import statistics_dtype
 
 
 @library.define(
@@ -121,8 +122,7 @@ def _like(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(x: Tensor, columns: int) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty([x.numel() // columns], dtype=dtype)
+    return x.new_empty([x.numel() // columns], dtype=statistics_dtype(x.dtype))
 
 
 def _input_grads(dy: Tensor, sum: Tensor) -> tuple[Tensor, Tensor]:

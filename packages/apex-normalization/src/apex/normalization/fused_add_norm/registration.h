@@ -77,16 +77,17 @@ struct Operands {
 
 // Memory for the gradients of x and residual: one tensor where they have one dtype.
 struct GradTensors {
-  const OptionalTensor& dsum;
+  OptionalTensor dsum;
   Tensor dresidual, dx;
 
   GradTensors(const Operands& o, const OptionalTensor& dsum)
-      : dsum(dsum),
-        dresidual(empty_like(o.x, o.sum.scalar_type())),
+      : dresidual(empty_like(o.x, o.sum.scalar_type())),
         dx(empty(o.x, {o.x.scalar_type() == o.sum.scalar_type() ? 0 : o.x.numel()},
                  o.x.scalar_type())) {
     check_tensors(o.op, {{"dsum", dsum}});
-    if (dsum) check_like(o.op, "dsum", *dsum, o.x.numel(), o.sum.scalar_type(), o.x);
+    if (!dsum) return;
+    this->dsum = as_contiguous(*dsum);
+    check_like(o.op, "dsum", *this->dsum, o.x.numel(), o.sum.scalar_type(), o.x);
   }
   template <class X, class S, bool kHasSumGrad>
   InputGrads<X, S, kHasSumGrad> pointers() const {

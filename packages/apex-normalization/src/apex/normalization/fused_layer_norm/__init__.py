@@ -1,7 +1,14 @@
 """Layer and RMS normalization, forward and backward, fused."""
 
-from . import ops
-from .batching import batch_one_by_one, batch_rows
+from . import ops as ops
+from .apex_names import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormAffineMixedDtypesFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    FusedRMSNormAffineMixedDtypesFunction,
+    FusedRMSNormFunction,
+)
 from .custom_ops import (
     fakes,
     fused_layer_norm_affine_bwd,
@@ -15,7 +22,7 @@ from .custom_ops import (
     fused_rms_norm_bwd,
     fused_rms_norm_fwd,
 )
-from .decompositions import decompositions
+from .formulas import decompositions
 from .functional import (
     fused_layer_norm,
     fused_layer_norm_affine,
@@ -26,23 +33,9 @@ from .functional import (
     mixed_dtype_fused_rms_norm_affine,
     supports_custom_op,
 )
-from .functions import (
-    FusedLayerNormAffineFunction,
-    FusedLayerNormAffineMixedDtypesFunction,
-    FusedLayerNormFunction,
-    FusedRMSNormAffineFunction,
-    FusedRMSNormAffineMixedDtypesFunction,
-    FusedRMSNormFunction,
-)
 from .modules import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 
 globals().update(fakes)
-
-# What holds of the operators beside their kernels.
-for _op in (ops.layer_norm_forward, ops.rms_norm_forward):
-    batch_rows(_op, with_rows=1)
-for _op in (ops.layer_norm_backward, ops.rms_norm_backward):
-    batch_one_by_one(_op)
 
 __all__ = [
     "FusedLayerNorm",

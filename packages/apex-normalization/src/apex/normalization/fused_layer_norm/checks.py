@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dtypes import FLOATING
+from .._shared.native.operands import FLOATS, check_floating, statistics_dtype
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -96,11 +96,7 @@ def check_operands(
     if _is_usual(x, weight, bias, shape):
         check_eps(name, eps)
         return
-    if not isinstance(x, Tensor) or x.dtype not in FLOATING:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(
-            f"{name}: input must be a float64, float32, float16 or bfloat16 tensor, got {got}."
-        )
+    check_floating(name, "input", x)
     if x.is_nested:
         raise TypeError(
             f"{name}: input must not be a nested tensor. Normalize its values(), and make a nested "
@@ -130,17 +126,15 @@ def check_operands(
             )
 
 
-def check_recoverable(name: str, ctx: Any, weight: Tensor | None) -> None:
+def check_recoverable(name: str, weight: Tensor | None) -> None:
     """Raise ValueError where an input cannot be recovered from the output: a weight is zero.
 
-    Weights on the CPU are looked at, when a gradient is wanted and nothing is being compiled. On a
-    GPU the host would have to wait for them.
+    Call it where a gradient is wanted. Weights on the CPU are looked at, when nothing is being
+    compiled; on a GPU the host would have to wait for them.
     """
     if weight is None or torch.compiler.is_compiling():
         return
-    if type(weight) not in (Tensor, nn.Parameter) or weight.device.type != "cpu":
-        return
-    if not any(ctx.needs_input_grad) or weight.all():
+    if type(weight) not in (Tensor, nn.Parameter) or weight.device.type != "cpu" or weight.all():
         return
     where = (weight == 0).nonzero()
     raise ValueError(
@@ -150,12 +144,19 @@ def check_recoverable(name: str, ctx: Any, weight: Tensor | None) -> None:
     )
 
 
+def rms_eps(x: Any, eps: float | None) -> float:
+    """What ``eps=None`` means: as torch, machine epsilon of the dtype that is computed in."""
+    if eps is not None:
+        return eps
+    return torch.finfo(statistics_dtype(getattr(x, "dtype", None))).eps
+
+
 def _is_usual(x: Any, weight: Any, bias: Any, shape: tuple[int, ...]) -> bool:
     """Whether all are plain tensors of one dtype and device: saves nearly all of the checks."""
     if type(x) is not Tensor or type(weight) is not nn.Parameter or x.is_nested:
         return False
     dtype, device, size = x.dtype, x.device, weight.shape
-    if size != shape or x.shape[-len(shape) :] != size or dtype not in FLOATING:
+    if size != shape or x.shape[-len(shape) :] != size or dtype not in FLOATS:
         return False
     if weight.dtype != dtype or weight.device != device:
         return False
@@ -180,7 +181,7 @@ def _is_alike(parameter: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _check_parameter(name: str, argument: str, tensor: Tensor, x: Tensor, shape) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATING:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
         got = _dtype(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name}: {argument} must be a floating-point tensor, got {got}.")
     if tuple(tensor.shape) != shape:

@@ -1,4 +1,4 @@
-"""Checks, casts and kernel calls of normalization and its gradient, without autograd."""
+"""Checks, casts and kernel calls of the operators under Apex's names, without autograd."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._shared.native.operands import exact, statistics_dtype
+from . import ops
 from .checks import as_shape, check_operands
-from .dtypes import cast, kernel_dtypes, operand, statistics_dtype
-from .ops import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
+from .formulas import kernel_dtypes
 
 Shape = int | Sequence[int]
 
@@ -23,7 +24,7 @@ def layer_norm(
     check_operands(name, x, weight, bias, shape, eps, mixed)
     out_dtype = x.dtype if weight is None else weight.dtype
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
-    y, mean, rstd = layer_norm_forward(
+    y, mean, rstd = ops.layer_norm_forward(
         operand(x, x_dtype),
         operand(weight, weight_dtype),
         operand(bias, weight_dtype),
@@ -41,7 +42,7 @@ def rms_norm(
     check_operands(name, x, weight, None, shape, eps, mixed)
     out_dtype = x.dtype if weight is None else weight.dtype
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
-    y, rstd = rms_norm_forward(
+    y, rstd = ops.rms_norm_forward(
         operand(x, x_dtype), operand(weight, weight_dtype), math.prod(shape), eps
     )
     return cast(y, out_dtype), rstd
@@ -62,19 +63,17 @@ def layer_norm_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx, dweight and dbias, the latter two in dy's dtype or None without weight_grads."""
     x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
-    dx, dweight, dbias = layer_norm_backward(
-        operand(dy, weight_dtype),
-        operand(saved, weight_dtype if from_output else x_dtype),
-        operand(weight, weight_dtype),
-        operand(bias, weight_dtype),
-        mean,
-        rstd,
-        math.prod(as_shape(normalized_shape)),
-        eps,
-        x_dtype,
-        from_output,
-        weight_grads,
-    )
+    columns = math.prod(as_shape(normalized_shape))
+    dy_, weight_ = exact(dy, weight_dtype), operand(weight, weight_dtype)
+    if from_output:
+        dx, dweight, dbias = ops.layer_norm_backward_from_output(
+            dy_, exact(saved, weight_dtype), weight_, operand(bias, weight_dtype), rstd, columns,
+            eps, weight_grads,
+        )  # fmt: skip
+    else:
+        dx, dweight, dbias = ops.layer_norm_backward(
+            dy_, exact(saved, x_dtype), weight_, mean, rstd, columns, weight_grads
+        )
     dx = cast(dx, dx_dtype)
     if not weight_grads:
         return dx, None, None
@@ -94,17 +93,16 @@ def rms_norm_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Return dx and dweight, the latter in dy's dtype or None without weight_grads."""
     x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
-    dx, dweight = rms_norm_backward(
-        operand(dy, weight_dtype),
-        operand(saved, weight_dtype if from_output else x_dtype),
-        operand(weight, weight_dtype),
-        rstd,
-        math.prod(as_shape(normalized_shape)),
-        eps,
-        x_dtype,
-        from_output,
-        weight_grads,
-    )
+    columns = math.prod(as_shape(normalized_shape))
+    dy_, weight_ = exact(dy, weight_dtype), operand(weight, weight_dtype)
+    if from_output:
+        dx, dweight = ops.rms_norm_backward_from_output(
+            dy_, exact(saved, weight_dtype), weight_, rstd, columns, eps, weight_grads
+        )
+    else:
+        dx, dweight = ops.rms_norm_backward(
+            dy_, exact(saved, x_dtype), weight_, rstd, columns, weight_grads
+        )
     dx = cast(dx, dx_dtype)
     return dx, _like(dweight, weight, dy.dtype) if weight_grads else None
 
@@ -133,3 +131,15 @@ def _like(sums: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """``sums`` in ``dtype`` and the weight's shape; they are a vector, as weights mostly are."""
     sums = cast(sums, dtype)
     return sums if weight.dim() == 1 else sums.view_as(weight)
+
+
+def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return ``tensor`` in ``dtype``; itself when it has that, which costs no call of torch."""
+    if tensor is None or tensor.dtype == dtype:
+        return tensor
+    return tensor.to(dtype)
+
+
+def operand(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return an optional ``tensor`` as kernels take it."""
+    return None if tensor is None else exact(tensor, dtype)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from .._shared.native.library import register_fake
 from . import compute
 from .checks import check_recoverable
-from .decompositions import TABLE
+from .formulas import TABLE
 
 _library = torch.library.Library("apex", "FRAGMENT")
 fakes: dict[str, Callable[..., Any]] = {}  # the fake kernels, under the names that Apex's have
@@ -206,8 +206,8 @@ def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: b
         x, *weights = inputs[: 1 + parameters]
         ctx.shape, ctx.eps, ctx.efficient = inputs[1 + parameters :][:3]
         ctx.x_dtype = x.dtype
-        if ctx.efficient:
-            check_recoverable(forward.name(), ctx, weights[0] if weights else None)
+        if ctx.efficient and any(ctx.needs_input_grad):
+            check_recoverable(forward.name(), weights[0] if weights else None)
         y, *statistics = output
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)

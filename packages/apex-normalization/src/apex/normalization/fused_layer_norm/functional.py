@@ -3,46 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native
-from .apply import run
-from .checks import as_shape
-from .dtypes import rms_eps, statistics_dtype
-from .functions import (
-    FusedLayerNormAffineFunction,
-    FusedLayerNormAffineMixedDtypesFunction,
-    FusedLayerNormFunction,
-    FusedRMSNormAffineFunction,
-    FusedRMSNormAffineMixedDtypesFunction,
-    FusedRMSNormFunction,
-)
+from .._shared.native.operands import autocast, statistics_dtype
+from .._shared.native.transforms import kernels_serve
+from . import formulas, native
+from .checks import as_shape, check_operands, check_recoverable, rms_eps
 
 Shape = int | Sequence[int]
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to autocast's dtype where it is enabled for their device.
+def run_layer_norm(
+    name: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float,
+    memory_efficient: bool,
+    mixed: bool = False,
+) -> Tensor:
+    """Check operands and run our kernels, whatever their size; ``name`` is the caller's."""
+    shape = as_shape(normalized_shape)
+    check_operands(name, x, weight, bias, shape, eps, mixed)
+    formula = formulas.layer_norm
+    if memory_efficient:
+        if _wants_gradients(x, weight, bias):
+            check_recoverable(name, weight)
+        formula = formulas.layer_norm_from_output
+    return formulas.run(formula, x, (weight, bias), shape, eps)
 
-    float64 input keeps its dtype, as everywhere in torch's autocast, and its parameters with it.
-    """
-    x = tensors[0]
-    if not isinstance(x, Tensor):
-        return tensors  # the check that follows says what is wrong
-    device_type = "cpu" if x.is_cpu else x.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return tensors
-    if x.dtype == torch.float64 or not x.is_floating_point():
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(t.to(dtype) if _is_floating(t) else t for t in tensors)
+
+def run_rms_norm(
+    name: str,
+    x: Tensor,
+    weight: Tensor | None,
+    normalized_shape: Shape,
+    eps: float | None,
+    memory_efficient: bool,
+    mixed: bool = False,
+) -> Tensor:
+    """Check operands and run our kernels; ``name`` is the caller's."""
+    shape, eps = as_shape(normalized_shape), rms_eps(x, eps)
+    check_operands(name, x, weight, None, shape, eps, mixed)
+    formula = formulas.rms_norm
+    if memory_efficient:
+        if _wants_gradients(x, weight):
+            check_recoverable(name, weight)
+        formula = formulas.rms_norm_from_output
+    return formulas.run(formula, x, (weight,), shape, eps)
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    """Whether the backward kernel will be asked for gradients."""
+    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return wants and kernels_serve()
 
 
 def fused_layer_norm_affine(
@@ -99,9 +116,9 @@ def fused_layer_norm_affine(
         y = native.layer_norm(input, weight, bias, normalized_shape, eps)
         if y is not None:
             return y
-    input, weight, bias = _autocast(input, weight, bias)
-    return run(
-        FusedLayerNormAffineFunction, input, weight, bias, normalized_shape, eps, memory_efficient
+    input, weight, bias = autocast(input, weight, bias)
+    return run_layer_norm(
+        "fused_layer_norm_affine", input, weight, bias, normalized_shape, eps, memory_efficient
     )
 
 
@@ -116,8 +133,10 @@ def fused_layer_norm(
         y = native.layer_norm(input, None, None, normalized_shape, eps)
         if y is not None:
             return y
-    (input,) = _autocast(input)
-    return run(FusedLayerNormFunction, input, normalized_shape, eps, memory_efficient)
+    (input,) = autocast(input)
+    return run_layer_norm(
+        "fused_layer_norm", input, None, None, normalized_shape, eps, memory_efficient
+    )
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -137,15 +156,10 @@ def mixed_dtype_fused_layer_norm_affine(
         y = native.layer_norm(input, weight, bias, normalized_shape, eps, mixed=True)
         if y is not None:
             return y
-    input, weight, bias = _autocast(input, weight, bias)
-    return run(
-        FusedLayerNormAffineMixedDtypesFunction,
-        input,
-        weight,
-        bias,
-        normalized_shape,
-        eps,
-        memory_efficient,
+    input, weight, bias = autocast(input, weight, bias)
+    name = "mixed_dtype_fused_layer_norm_affine"
+    return run_layer_norm(
+        name, input, weight, bias, normalized_shape, eps, memory_efficient, mixed=True
     )
 
 
@@ -167,16 +181,18 @@ def fused_rms_norm_affine(
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
-    input, weight = _autocast(input, weight)
-    return run(FusedRMSNormAffineFunction, input, weight, normalized_shape, eps, memory_efficient)
+    input, weight = autocast(input, weight)
+    return run_rms_norm(
+        "fused_rms_norm_affine", input, weight, normalized_shape, eps, memory_efficient
+    )
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` without a weight."""
-    (input,) = _autocast(input)
-    return run(FusedRMSNormFunction, input, normalized_shape, eps, memory_efficient)
+    (input,) = autocast(input)
+    return run_rms_norm("fused_rms_norm", input, None, normalized_shape, eps, memory_efficient)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -187,15 +203,9 @@ def mixed_dtype_fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` for a weight of another dtype, which becomes the result's."""
-    input, weight = _autocast(input, weight)
-    return run(
-        FusedRMSNormAffineMixedDtypesFunction,
-        input,
-        weight,
-        normalized_shape,
-        eps,
-        memory_efficient,
-    )
+    input, weight = autocast(input, weight)
+    name = "mixed_dtype_fused_rms_norm_affine"
+    return run_rms_norm(name, input, weight, normalized_shape, eps, memory_efficient, mixed=True)
 
 
 def manual_rms_norm(

@@ -53,19 +53,6 @@ void dispatch_pair(const char* op, ScalarType x, ScalarType weight, Body&& body)
   });
 }
 
-// Calls body<X, W, from_output>(); from the output there are kernels for equal dtypes alone.
-template <class Body>
-void dispatch_backward(const char* op, ScalarType x, ScalarType weight, bool from_output,
-                       Body&& body) {
-  if (!from_output) {
-    return dispatch_pair(op, x, weight,
-                         [&]<class X, class W>() { body.template operator()<X, W, false>(); });
-  }
-  check(x == weight, op, ": from_output needs one dtype for dx and dy, got ", dtype_name(x),
-        " and ", dtype_name(weight), ".");
-  dispatch_floating(op, x, [&]<class X>() { body.template operator()<X, X, true>(); });
-}
-
 // What forward and backward of both normalizations check alike.
 struct Operands {
   const char* op;
@@ -94,21 +81,30 @@ Operands forward_operands(const char* op, const Tensor& x, const OptionalTensor&
   return operands;
 }
 
+// `saved` is x, or y from which x is recovered.
 Operands backward_operands(const char* op, const Tensor& dy, const Tensor& saved,
                            const OptionalTensor& weight, const OptionalTensor& bias,
-                           const Tensor& rstd, int64_t columns, ScalarType dx_dtype,
-                           bool from_output, bool weight_grads) {
-  check_tensors(op,
-                {{"dy", dy}, {"saved", saved}, {"weight", weight}, {"bias", bias}, {"rstd", rstd}});
-  Operands operands{op,      saved,    rows_of(op, "saved", saved, columns),
-                    columns, dx_dtype, dy.scalar_type()};
-  ScalarType saved_dtype = from_output ? operands.weight_dtype : dx_dtype;
-  check_like(op, "saved", saved, saved.numel(), saved_dtype, saved);
+                           const Tensor& rstd, int64_t columns, bool weight_grads) {
+  Operands operands{op,
+                    saved,
+                    rows_of(op, "the saved tensor", saved, columns),
+                    columns,
+                    saved.scalar_type(),
+                    dy.scalar_type()};
   check_like(op, "dy", dy, saved.numel(), operands.weight_dtype, saved);
   check(weight || !weight_grads, op, ": weight_grads needs a weight.");
   operands.check_affine(weight, bias);
   operands.check_statistics("rstd", rstd);
   return operands;
+}
+
+// Calls body<X, W>(); from the output there are kernels for equal dtypes alone.
+template <bool kFromOutput, class Body>
+void dispatch_backward(const Operands& o, Body&& body) {
+  if constexpr (!kFromOutput) return dispatch_pair(o.op, o.x_dtype, o.weight_dtype, body);
+  check(o.x_dtype == o.weight_dtype, o.op, ": y and dy must have one dtype, got ",
+        dtype_name(o.x_dtype), " and ", dtype_name(o.weight_dtype), ".");
+  dispatch_floating(o.op, o.x_dtype, [&]<class X>() { body.template operator()<X, X>(); });
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight,
@@ -145,22 +141,26 @@ std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTenso
   return {y, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
-    const Tensor& dy, const Tensor& saved, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& mean, const Tensor& rstd, int64_t columns, double eps,
-    ScalarType dx_dtype, bool from_output, bool weight_grads) {
-  const char* op = "layer_norm_backward";
-  Operands o = backward_operands(op, dy, saved, weight, bias, rstd, columns, dx_dtype, from_output,
-                                 weight_grads);
-  check(mean || from_output, op, ": mean is needed unless from_output.");
-  check_tensors(op, {{"mean", mean}});
+template <bool kFromOutput>
+std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(
+    const char* op, const Tensor& dy_of_any_layout, const Tensor& saved,
+    const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& mean,
+    const Tensor& rstd, int64_t columns, double eps, bool weight_grads) {
+  check_tensors(op, {{"dy", dy_of_any_layout},
+                     {"saved", saved},
+                     {"weight", weight},
+                     {"bias", bias},
+                     {"mean", mean},
+                     {"rstd", rstd}});
+  Tensor dy = as_contiguous(dy_of_any_layout);
+  Operands o = backward_operands(op, dy, saved, weight, bias, rstd, columns, weight_grads);
   if (mean) o.check_statistics("mean", *mean);
-  Tensor dx = empty_like(saved, dx_dtype);
+  Tensor dx = empty_like(saved, o.x_dtype);
   int64_t summed = weight_grads ? columns : 0;
   Tensor dweight = empty(saved, {summed}, o.weight_dtype);
   Tensor dbias = empty(saved, {summed}, o.weight_dtype);
   Context context(saved);
-  auto run = [&]<class X, class W, bool kFromOutput>() {
+  dispatch_backward<kFromOutput>(o, [&]<class X, class W>() {
     using Program = LayerNormBackward<X, W, kFromOutput>;
     using T = compute_t<X>;
     rowwise_colwise(
@@ -169,22 +169,38 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
                 affine_of<W, T>(weight, bias, dy), mean ? data<T>(*mean, "mean") : nullptr,
                 data<T>(rstd, "rstd"), data<X>(dx, "dx"), data<W>(dweight, "dweight"),
                 data<W>(dbias, "dbias"), smallest_divisor<T>(eps)});
-  };
-  dispatch_backward(op, dx_dtype, o.weight_dtype, from_output, run);
+  });
   return {dx, dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& saved,
-                                             const OptionalTensor& weight, const Tensor& rstd,
-                                             int64_t columns, double eps, ScalarType dx_dtype,
-                                             bool from_output, bool weight_grads) {
-  const char* op = "rms_norm_backward";
-  Operands o = backward_operands(op, dy, saved, weight, std::nullopt, rstd, columns, dx_dtype,
-                                 from_output, weight_grads);
-  Tensor dx = empty_like(saved, dx_dtype);
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy, const Tensor& x,
+                                                       const OptionalTensor& weight,
+                                                       const Tensor& mean, const Tensor& rstd,
+                                                       int64_t columns, bool weight_grads) {
+  return layer_norm_gradients<false>("layer_norm_backward", dy, x, weight, {}, mean, rstd, columns,
+                                     0, weight_grads);
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_from_output(
+    const Tensor& dy, const Tensor& y, const OptionalTensor& weight, const OptionalTensor& bias,
+    const Tensor& rstd, int64_t columns, double eps, bool weight_grads) {
+  return layer_norm_gradients<true>("layer_norm_backward_from_output", dy, y, weight, bias, {},
+                                    rstd, columns, eps, weight_grads);
+}
+
+template <bool kFromOutput>
+std::tuple<Tensor, Tensor> rms_norm_gradients(const char* op, const Tensor& dy_of_any_layout,
+                                              const Tensor& saved, const OptionalTensor& weight,
+                                              const Tensor& rstd, int64_t columns, double eps,
+                                              bool weight_grads) {
+  check_tensors(op,
+                {{"dy", dy_of_any_layout}, {"saved", saved}, {"weight", weight}, {"rstd", rstd}});
+  Tensor dy = as_contiguous(dy_of_any_layout);
+  Operands o = backward_operands(op, dy, saved, weight, std::nullopt, rstd, columns, weight_grads);
+  Tensor dx = empty_like(saved, o.x_dtype);
   Tensor dweight = empty(saved, {weight_grads ? columns : 0}, o.weight_dtype);
   Context context(saved);
-  auto run = [&]<class X, class W, bool kFromOutput>() {
+  dispatch_backward<kFromOutput>(o, [&]<class X, class W>() {
     using Program = RmsNormBackward<X, W, kFromOutput>;
     using T = compute_t<X>;
     rowwise_colwise(
@@ -192,9 +208,23 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& sav
         Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
                 affine_of<W, T>(weight, {}, dy), data<T>(rstd, "rstd"), data<X>(dx, "dx"),
                 data<W>(dweight, "dweight"), smallest_divisor<T>(eps)});
-  };
-  dispatch_backward(op, dx_dtype, o.weight_dtype, from_output, run);
+  });
   return {dx, dweight};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x,
+                                             const OptionalTensor& weight, const Tensor& rstd,
+                                             int64_t columns, bool weight_grads) {
+  return rms_norm_gradients<false>("rms_norm_backward", dy, x, weight, rstd, columns, 0,
+                                   weight_grads);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward_from_output(const Tensor& dy, const Tensor& y,
+                                                         const OptionalTensor& weight,
+                                                         const Tensor& rstd, int64_t columns,
+                                                         double eps, bool weight_grads) {
+  return rms_norm_gradients<true>("rms_norm_backward_from_output", dy, y, weight, rstd, columns,
+                                  eps, weight_grads);
 }
 
 }  // namespace
@@ -202,8 +232,10 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& sav
 APEX_KERNELS(apex_normalization, m) {
   m.impl("layer_norm_forward", TORCH_BOX(&layer_norm_forward));
   m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("layer_norm_backward_from_output", TORCH_BOX(&layer_norm_backward_from_output));
   m.impl("rms_norm_forward", TORCH_BOX(&rms_norm_forward));
   m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  m.impl("rms_norm_backward_from_output", TORCH_BOX(&rms_norm_backward_from_output));
 }
 
 }  // namespace APEX_BACKEND_NS

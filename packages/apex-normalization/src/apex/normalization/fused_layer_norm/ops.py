@@ -2,7 +2,7 @@
 
 They work on raw memory: contiguous tensors, taken as matrices ``[rows, columns]``. "Statistics" are
 float32, or float64 for float64 input. Kernels exist for weights in the input's dtype and for
-float32 weights with 16-bit input; ``dtypes.py`` casts other combinations.
+float32 weights with 16-bit input; ``formulas.py`` casts other combinations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
-from .dtypes import statistics_dtype
+from .._shared.native.operands import statistics_dtype
 
 
 @library.define(
@@ -41,45 +41,63 @@ def layer_norm_forward(
 
 
 @library.define(
-    "layer_norm_backward(Tensor dy, Tensor saved, Tensor? weight, Tensor? bias, Tensor? mean, "
-    "Tensor rstd, int columns, float eps, ScalarType dx_dtype, bool from_output, "
-    "bool weight_grads) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+    "int columns, bool weight_grads) -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 def layer_norm_backward(
     dy: Tensor,
-    saved: Tensor,
+    x: Tensor,
     weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
+    mean: Tensor,
     rstd: Tensor,
     columns: int,
-    eps: float,
-    dx_dtype: torch.dtype,
-    from_output: bool,
     weight_grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`layer_norm_forward`.
 
     Args:
-        dy: gradient of ``y``, in its shape and dtype.
-        saved: the input ``x``, or the output ``y`` if ``from_output``.
-        weight, bias: as given to the forward; ``bias`` is read only if ``from_output``.
-        mean: as returned by the forward; may be None if ``from_output``.
-        rstd: as returned by the forward.
-        columns: as given to the forward.
-        eps: as given to the forward. Recovering ``xhat`` from ``y`` divides by
-            ``sign(weight) * max(abs(weight), eps)``.
-        dx_dtype: dtype of ``x``.
-        from_output: recover ``xhat = (y - bias) / weight`` instead of reading ``x``.
+        dy: gradient of ``y``, in its shape and dtype; any layout.
+        x, weight, columns: as given to the forward.
+        mean, rstd: as returned by the forward.
         weight_grads: compute ``dweight`` and ``dbias`` too; needs a weight.
 
     Returns:
-        dx: shape of ``saved``, ``dx_dtype``.
+        dx: like ``x``.
         dweight, dbias: ``[columns]`` in ``dy``'s dtype, summed in the statistics' dtype, the same
         bits for the same number of threads; ``[0]`` without ``weight_grads``.
     """
-    dx = torch.empty_like(saved, dtype=dx_dtype, memory_format=torch.contiguous_format)
-    return dx, _column_sums(dy, columns, weight_grads), _column_sums(dy, columns, weight_grads)
+    return (
+        _like(x),
+        _column_sums(dy, columns, weight_grads),
+        _column_sums(dy, columns, weight_grads),
+    )
+
+
+@library.define(
+    "layer_norm_backward_from_output(Tensor dy, Tensor y, Tensor? weight, Tensor? bias, "
+    "Tensor rstd, int columns, float eps, bool weight_grads)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)"
+)
+def layer_norm_backward_from_output(
+    dy: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rstd: Tensor,
+    columns: int,
+    eps: float,
+    weight_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`layer_norm_forward`, from ``xhat = (y - bias) / weight``.
+
+    The division is by ``sign(weight) * max(abs(weight), eps)``. Arguments and results are those of
+    :func:`layer_norm_backward`; all but ``rstd`` have one dtype, ``dx``'s too.
+    """
+    return (
+        _like(y),
+        _column_sums(dy, columns, weight_grads),
+        _column_sums(dy, columns, weight_grads),
+    )
 
 
 @library.define(
@@ -100,24 +118,35 @@ def rms_norm_forward(
 
 
 @library.define(
-    "rms_norm_backward(Tensor dy, Tensor saved, Tensor? weight, Tensor rstd, int columns, "
-    "float eps, ScalarType dx_dtype, bool from_output, bool weight_grads)"
-    " -> (Tensor dx, Tensor dweight)"
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, int columns, "
+    "bool weight_grads) -> (Tensor dx, Tensor dweight)"
 )
 def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, columns: int, weight_grads: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward`."""
+    return _like(x), _column_sums(dy, columns, weight_grads)
+
+
+@library.define(
+    "rms_norm_backward_from_output(Tensor dy, Tensor y, Tensor? weight, Tensor rstd, int columns, "
+    "float eps, bool weight_grads) -> (Tensor dx, Tensor dweight)"
+)
+def rms_norm_backward_from_output(
     dy: Tensor,
-    saved: Tensor,
+    y: Tensor,
     weight: Tensor | None,
     rstd: Tensor,
     columns: int,
     eps: float,
-    dx_dtype: torch.dtype,
-    from_output: bool,
     weight_grads: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward`."""
-    dx = torch.empty_like(saved, dtype=dx_dtype, memory_format=torch.contiguous_format)
-    return dx, _column_sums(dy, columns, weight_grads)
+    """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward_from_output`."""
+    return _like(y), _column_sums(dy, columns, weight_grads)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _output_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:

@@ -1,0 +1,101 @@
+"""The add-and-normalize ops as Formulas: ``(x, residual, weight...) -> (y, sum)``.
+
+Both backwards read the sum alone. Their gradients of x and residual are one tensor where these
+have one dtype; else the kernel returns the same numbers rounded to x's dtype, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._shared.native.formula import Formula
+from .._shared.native.operands import exact, statistics_dtype
+from ..fused_layer_norm import formulas as norms
+from . import ops
+
+
+def _layer_norm_reference(x, residual, weight, bias, columns, eps):
+    total = (x + residual).to(residual.dtype)
+    y, mean, rstd = norms.layer_norm_reference(total, weight, bias, columns, eps, x.dtype)
+    return y, total, mean, rstd
+
+
+def _rms_norm_reference(x, residual, weight, columns, eps):
+    total = (x + residual).to(residual.dtype)
+    y, rstd = norms.rms_norm_reference(total, weight, columns, eps, x.dtype)
+    return y, total, rstd
+
+
+def _layer_norm_backward(dy, dsum, sum, weight, mean, rstd, columns, weight_grads):
+    grad, rows = (norms.wide_rows(t, sum, columns=columns) for t in (dy, sum))
+    dx, *terms = norms.layer_norm_gradients(grad, *norms.normalized(rows, rstd, True), weight)
+    weights = (norms.sums(t, weight.dtype, weight_grads) for t in terms)
+    return *_of_terms(dx, dy, dsum, sum), *weights
+
+
+def _rms_norm_backward(dy, dsum, sum, weight, rstd, columns, weight_grads):
+    grad, rows = (norms.wide_rows(t, sum, columns=columns) for t in (dy, sum))
+    dx, terms = norms.rms_norm_gradients(grad, *norms.normalized(rows, rstd, False), weight)
+    return *_of_terms(dx, dy, dsum, sum), norms.sums(terms, weight.dtype, weight_grads)
+
+
+def _of_terms(dx: Tensor, dy: Tensor, dsum: Tensor | None, sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of residual and x, as the kernels return them."""
+    if dsum is not None:
+        dx = dx + dsum.reshape(dx.shape)
+    narrow = dy.new_empty([0]) if dy.dtype == sum.dtype else dx.to(dy.dtype).reshape(-1)
+    return dx.to(sum.dtype).reshape(dy.shape), narrow
+
+
+def _arrange(dresidual: Tensor, dx: Tensor, *of_weights: Tensor) -> tuple[Tensor, ...]:
+    return dresidual, dx.view_as(dresidual) if dx.numel() else dresidual, *of_weights
+
+
+_OPTIONS: dict[str, Any] = {"rows": {"x": 1, "residual": 1}, "outputs": 2, "arrange": _arrange}
+
+add_layer_norm = Formula(
+    "fused_add_layer_norm",
+    ops.add_layer_norm_forward,
+    ops.add_layer_norm_backward,
+    _layer_norm_reference,
+    saves=("sum", "weight", "mean", "rstd", "columns"),
+    grads=("residual", "x", "weight", "bias"),
+    shared=("weight", "bias"),
+    plain_backward=_layer_norm_backward,
+    **_OPTIONS,
+)
+add_rms_norm = Formula(
+    "fused_add_rms_norm",
+    ops.add_rms_norm_forward,
+    ops.add_rms_norm_backward,
+    _rms_norm_reference,
+    saves=("sum", "weight", "rstd", "columns"),
+    grads=("residual", "x", "weight"),
+    shared=("weight",),
+    plain_backward=_rms_norm_backward,
+    **_OPTIONS,
+)
+norms.TABLE.update(add_layer_norm.decompositions() | add_rms_norm.decompositions())
+
+
+def run(
+    formula: Formula,
+    x: Tensor,
+    residual: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return y and the sum of checked operands, cast to dtypes for which there is a kernel; all
+    casts are exact.
+    """
+    weight = parameters[0]
+    dims, columns = weight.dim(), weight.numel()
+    total = torch.promote_types(x.dtype, residual.dtype)
+    wide = x.dtype if x.dtype == total == weight.dtype else statistics_dtype(x.dtype)
+    rows, others = norms.as_rows(x, dims, columns), norms.as_rows(residual, dims, columns)
+    vectors = [norms.vector(p, wide) for p in parameters]
+    y, total = formula(exact(rows), exact(others, total), *vectors, columns, eps)
+    return (y, total) if rows is x else (y.reshape(x.shape), total.reshape(x.shape))

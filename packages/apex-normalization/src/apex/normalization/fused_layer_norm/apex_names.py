@@ -1,0 +1,122 @@
+"""The ``...Function`` classes of Apex: ``apply`` and, for its signature, ``forward``.
+
+Plain classes: torch's compiler and ``torch.func`` see the functions behind them. ``forward`` has
+the arguments of Apex's, ``memory_efficient`` among them, which Megatron looks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .functional import Shape, run_layer_norm, run_rms_norm
+
+
+class _Names:
+    @classmethod
+    def apply(cls, *arguments: Any) -> Tensor:
+        """Call the function, with our kernels at every size; autocast changes nothing."""
+        return cls.forward(None, *arguments)
+
+
+class FusedLayerNormAffineFunction(_Names):
+    """Layer normalization with weight and bias, both in the input's dtype; bias may be None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return run_layer_norm(
+            "fused_layer_norm_affine", input, weight, bias, normalized_shape, eps, memory_efficient
+        )
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """Layer normalization whose output has the dtype of weight and bias, whatever the input's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        name = "mixed_dtype_fused_layer_norm_affine"
+        return run_layer_norm(
+            name, input, weight, bias, normalized_shape, eps, memory_efficient, mixed=True
+        )
+
+
+class FusedLayerNormFunction(_Names):
+    """Layer normalization without weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return run_layer_norm(
+            "fused_layer_norm", input, None, None, normalized_shape, eps, memory_efficient
+        )
+
+
+class FusedRMSNormAffineFunction(_Names):
+    """RMS normalization with a weight in the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float | None,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return run_rms_norm(
+            "fused_rms_norm_affine", input, weight, normalized_shape, eps, memory_efficient
+        )
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """RMS normalization whose output has the weight's dtype, whatever the input's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float | None,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        name = "mixed_dtype_fused_rms_norm_affine"
+        return run_rms_norm(
+            name, input, weight, normalized_shape, eps, memory_efficient, mixed=True
+        )
+
+
+class FusedRMSNormFunction(_Names):
+    """RMS normalization without weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        normalized_shape: Shape,
+        eps: float | None,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return run_rms_norm("fused_rms_norm", input, None, normalized_shape, eps, memory_efficient)

@@ -1,0 +1,257 @@
+"""Layer and RMS normalization as Formulas, and what brings operands to dtypes of the kernels.
+
+The formulas compute everything in the statistics' dtype and round once, as the kernels do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._shared.native.formula import Formula
+from .._shared.native.operands import exact, statistics_dtype
+from . import ops
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def layer_norm_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``layer_norm_forward`` does, in plain PyTorch; y in ``out_dtype``."""
+    rows = _wide(_rows(x, columns), x, weight)
+    mean = rows.mean(-1, keepdim=True)
+    deviation = rows - mean
+    rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
+    y = _affine(deviation * rstd, weight, bias, out_dtype or _output_dtype(x, weight))
+    return _like(y, x, columns), *_statistics(x, mean, rstd)
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    columns: int,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What ``rms_norm_forward`` does, in plain PyTorch; y in ``out_dtype``."""
+    rows = _wide(_rows(x, columns), x, weight)
+    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    y = _affine(rows * rstd, weight, None, out_dtype or _output_dtype(x, weight))
+    return _like(y, x, columns), *_statistics(x, rstd)
+
+
+def layer_norm_gradients(
+    dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and each row's terms of dweight and dbias, from normalized rows; all are wide."""
+    g = dy if weight is None else dy * weight.reshape(-1).to(dy.dtype)
+    dx = rstd * (g - g.mean(1, keepdim=True) - xhat * (g * xhat).mean(1, keepdim=True))
+    return dx, dy * xhat, dy
+
+
+def rms_norm_gradients(
+    dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same without a mean: dx, and each row's terms of dweight."""
+    g = dy if weight is None else dy * weight.reshape(-1).to(dy.dtype)
+    return rstd * (g - xhat * (g * xhat).mean(1, keepdim=True)), dy * xhat
+
+
+def normalized(rows: Tensor, rstd: Tensor, has_mean: bool) -> tuple[Tensor, Tensor]:
+    """xhat and rstd ``[rows, 1]``, as functions of the rows: both can be differentiated.
+
+    rstd is the number that was saved, with the derivative of ``rsqrt(square + eps)``.
+    """
+    if has_mean:
+        rows = rows - rows.mean(1, keepdim=True)
+    square = rows.square().mean(1, keepdim=True)
+    eps = rstd.reshape(-1, 1).to(rows.dtype).square().reciprocal() - square
+    rstd = torch.rsqrt(square + eps.detach())
+    return rows * rstd, rstd
+
+
+def sums(terms: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
+    """The gradient of a weight, as the kernels return it."""
+    return terms.sum(0).to(dtype) if wanted else terms.new_empty([0], dtype=dtype)
+
+
+def _layer_norm_backward(dy, x, weight, mean, rstd, columns, weight_grads):
+    grad, rows = (wide_rows(t, x, dy, columns=columns) for t in (dy, x))
+    dx, *terms = layer_norm_gradients(grad, *normalized(rows, rstd, True), weight)
+    return dx.to(x.dtype).reshape(x.shape), *(sums(t, dy.dtype, weight_grads) for t in terms)
+
+
+def _rms_norm_backward(dy, x, weight, rstd, columns, weight_grads):
+    grad, rows = (wide_rows(t, x, dy, columns=columns) for t in (dy, x))
+    dx, terms = rms_norm_gradients(grad, *normalized(rows, rstd, False), weight)
+    return dx.to(x.dtype).reshape(x.shape), sums(terms, dy.dtype, weight_grads)
+
+
+def _layer_norm_backward_from_output(dy, y, weight, bias, rstd, columns, eps, weight_grads):
+    grad, rows = (wide_rows(t, y, columns=columns) for t in (dy, y))
+    rows = rows if bias is None else rows - bias.to(rows.dtype)
+    xhat = _undo(rows, weight, eps)
+    dx, *terms = layer_norm_gradients(grad, xhat, rstd[:, None], weight)
+    return dx.to(y.dtype).reshape(y.shape), *(sums(t, dy.dtype, weight_grads) for t in terms)
+
+
+def _rms_norm_backward_from_output(dy, y, weight, rstd, columns, eps, weight_grads):
+    grad, rows = (wide_rows(t, y, columns=columns) for t in (dy, y))
+    dx, terms = rms_norm_gradients(grad, _undo(rows, weight, eps), rstd[:, None], weight)
+    return dx.to(y.dtype).reshape(y.shape), sums(terms, dy.dtype, weight_grads)
+
+
+def _rows(x: Tensor, columns: int) -> Tensor:
+    """``x`` whose last dimension has ``columns``: of any rank, so that a trace serves all ranks."""
+    return x if x.shape[-1] == columns else x.reshape(-1, columns)
+
+
+def _like(y: Tensor, x: Tensor, columns: int) -> Tensor:
+    return y if x.shape[-1] == columns else y.reshape(x.shape)
+
+
+def wide_rows(tensor: Tensor, *operands: Tensor | None, columns: int) -> Tensor:
+    """``tensor`` as ``[rows, columns]``, in what the widest operand is computed in."""
+    return _wide(tensor.reshape(-1, columns), *operands)
+
+
+def _wide(tensor: Tensor, *operands: Tensor | None) -> Tensor:
+    is_double = any(t is not None and t.dtype == torch.float64 for t in operands)
+    return tensor.to(torch.float64 if is_double else torch.float32)
+
+
+def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = xhat if weight is None else xhat * weight.to(xhat.dtype)
+    y = y if bias is None else y + bias.to(xhat.dtype)
+    return y.to(dtype)
+
+
+def _output_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    return x.dtype if weight is None else weight.dtype
+
+
+def _statistics(x: Tensor, *numbers: Tensor) -> list[Tensor]:
+    return [n.reshape(-1).to(statistics_dtype(x.dtype)) for n in numbers]
+
+
+def _undo(y: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Divide by ``weight``, at least ``eps`` in magnitude; by 1 without one."""
+    if weight is None:
+        return y
+    weight = weight.to(y.dtype)
+    smallest = max(eps, torch.finfo(y.dtype).tiny)
+    return y / torch.copysign(weight.abs().clamp(min=smallest), weight)
+
+
+layer_norm = Formula(
+    "fused_layer_norm",
+    ops.layer_norm_forward,
+    ops.layer_norm_backward,
+    layer_norm_reference,
+    saves=("x", "weight", "mean", "rstd", "columns"),
+    grads=("x", "weight", "bias"),
+    rows={"x": 1},
+    shared=("weight", "bias"),
+    plain_backward=_layer_norm_backward,
+)
+layer_norm_from_output = layer_norm.from_output(
+    ("y", "weight", "bias", "rstd", "columns", "eps"),
+    ops.layer_norm_backward_from_output,
+    _layer_norm_backward_from_output,
+)
+rms_norm = Formula(
+    "fused_rms_norm",
+    ops.rms_norm_forward,
+    ops.rms_norm_backward,
+    rms_norm_reference,
+    saves=("x", "weight", "rstd", "columns"),
+    grads=("x", "weight"),
+    rows={"x": 1},
+    shared=("weight",),
+    plain_backward=_rms_norm_backward,
+)
+rms_norm_from_output = rms_norm.from_output(
+    ("y", "weight", "rstd", "columns", "eps"),
+    ops.rms_norm_backward_from_output,
+    _rms_norm_backward_from_output,
+)
+
+# Operators of this package and what they are in ATen's. A table of our own: in torch's they would
+# break ``torch.compile`` where the environment variable ``CI`` is set, as Inductor then refuses to
+# leave whole what torch's table splits.
+TABLE: dict[Any, Callable[..., Any]] = {
+    **layer_norm.decompositions(),
+    **layer_norm_from_output.decompositions(),
+    **rms_norm.decompositions(),
+    **rms_norm_from_output.decompositions(),
+}
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The table for ``ExportedProgram.run_decompositions``, of all operators of this package.
+
+    Example:
+        >>> program = torch.export.export(FusedLayerNorm(8), (torch.randn(2, 8),))
+        >>> program = program.run_decompositions(decompositions())  # only ATen operators
+    """
+    return dict(TABLE)
+
+
+def kernel_dtypes(
+    x_dtype: torch.dtype, weight_dtype: torch.dtype, from_output: bool = False
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of input and weight to cast to, so that a kernel takes the pair.
+
+    Kernels take equal dtypes and, unless they work from the output, a 16-bit input with a float32
+    weight. Other pairs go to the wider of the two, at least float32: the casts before the kernel
+    are exact, and the result is rounded once more only to a dtype that it has to be rounded to
+    anyhow.
+    """
+    if x_dtype == weight_dtype:
+        return x_dtype, weight_dtype
+    if x_dtype in _HALVES and weight_dtype == torch.float32 and not from_output:
+        return x_dtype, weight_dtype
+    if torch.float64 in (x_dtype, weight_dtype):
+        return torch.float64, torch.float64
+    return torch.float32, torch.float32
+
+
+def run(
+    formula: Formula,
+    x: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    shape: tuple[int, ...],
+    eps: float,
+) -> Tensor:
+    """Normalize checked operands: as rows and vectors, in dtypes for which there is a kernel."""
+    weight, columns = parameters[0], math.prod(shape)
+    out_dtype = _output_dtype(x, weight)
+    x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
+    rows = as_rows(x, len(shape), columns)
+    y = formula(exact(rows, x_dtype), *[vector(p, weight_dtype) for p in parameters], columns, eps)
+    y = y if rows is x else y.reshape(x.shape)
+    return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+def as_rows(x: Tensor, dims: int, columns: int) -> Tensor:
+    """``x`` whose last ``dims`` dimensions are one, and at least one before it; itself if it is."""
+    if dims == 1 < x.dim():
+        return x
+    return x.reshape(*(x.shape[:-dims] or (1,)), columns)
+
+
+def vector(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A weight as kernels take it: contiguous, of one dimension, in ``dtype``."""
+    if parameter is None:
+        return None
+    return exact(parameter if parameter.dim() == 1 else parameter.reshape(-1), dtype)

@@ -1,0 +1,151 @@
+"""The autograd functions of Formulas: fused gradients once, and plain ones beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .transforms import differentiated_again
+
+
+def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function]:
+    """What eager and compiled code differentiate once. It runs at every step: count its calls.
+
+    Its functions hold no Formula, which torch 2.10's compiler does not know. ``again`` computes the
+    gradients that are differentiated again; None: ``formula.reference`` does.
+    """
+    fused_forward, fused_backward = formula.forward, formula.backward
+    reference, outputs, tensors = formula.reference, formula.outputs, formula.tensors
+    grads, arrange, count = formula.grads, formula.arrange, len(formula.names)
+    returns_one, shared = len(formula.results) == 1, set(grads) & set(formula.shared)
+    keeps, kept, picks = _places(formula, keeps_all=again is None)
+    takes = fused_backward._schema.arguments
+    asks = len(takes) > outputs + len(picks)
+    required = [i for i in range(outputs) if "Optional" not in str(takes[i].type)]
+    materializes = len(required) == outputs
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        results = fused_forward(*arguments)
+        saved = [arguments[i] for i in keeps] if keeps else arguments[:tensors]
+        ctx.save_for_backward(*saved, *[results[i] for i in kept])
+        ctx.options = arguments[tensors:]
+        if not materializes:
+            ctx.set_materialize_grads(False)
+            ctx.of_outputs = [(r.shape, r.dtype, r.device) for r in results[:outputs]]
+        if outputs > 1:
+            return results[:outputs]
+        return results if returns_one else results[0]
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        saved, options, needs = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
+        if not materializes:
+            gradients = _with_zeros(gradients, required, ctx.of_outputs)
+        if (is_again := differentiated_again()) and again is None:
+            given = (*saved[:tensors], *options)
+            results = plain_gradients(reference, outputs, grads, gradients, given)
+        else:
+            values = saved + options
+            wanted = [any(needs[i] for i in shared)] if asks else []
+            given = (*gradients, *[values[i] for i in picks], *wanted)
+            results = again(*given) if is_again else fused_backward(*given)
+            results = results if arrange is None else arrange(*results)
+        by_argument = dict(zip(grads, as_tuple(results), strict=True))
+        return tuple([by_argument[i] if needs[i] else None for i in range(count)])
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(formula.name, (Function,), members)
+
+
+def _places(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list[int]]:
+    """Positions of the arguments that are kept (none: all tensors), of the results that are kept,
+    and of what the backward takes in ``(*kept arguments, *kept results, *options)``.
+    """
+    names, results, tensors = formula.names, formula.results, formula.tensors
+    keeps = [i for i in range(tensors) if keeps_all or names[i] in formula.saves]
+    kept = [results.index(name) for name in formula.saves if name in results]
+    pool = [*(names[i] for i in keeps), *(results[i] for i in kept), *names[tensors:]]
+    picks = [pool.index(name) for name in formula.saves]
+    return [] if len(keeps) == tensors else keeps, kept, picks
+
+
+def _with_zeros(gradients: Any, required: Sequence[int], of_outputs: Any) -> list[Tensor | None]:
+    """Zeros in the place of None, where the backward requires a gradient."""
+    gradients = list(gradients)
+    for i in required:
+        if gradients[i] is None:
+            shape, dtype, device = of_outputs[i]
+            gradients[i] = torch.zeros(shape, dtype=dtype, device=device)
+    return gradients
+
+
+def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
+def plain_gradients(
+    reference: Callable[..., Any],
+    outputs: int,
+    grads: Sequence[int],
+    gradients: Sequence[Tensor],
+    arguments: Sequence[Any],
+) -> tuple[Tensor | None, ...]:
+    """Return what the backward does, differentiable any number of times.
+
+    Computed from 16-bit arguments in float32, and rounded once at the end.
+    """
+    given = list(arguments)
+    positions = [i for i in grads if given[i] is not None]
+
+    def of(*values: Tensor) -> tuple[Tensor, ...]:
+        for i, value in zip(positions, values, strict=True):
+            given[i] = value
+        return as_tuple(reference(*given))[:outputs]
+
+    values = [
+        arguments[i].to(torch.promote_types(arguments[i].dtype, torch.float32)) for i in positions
+    ]
+    results, derivative = torch.func.vjp(of, *values)
+    wanted = derivative(tuple(g.to(r.dtype) for g, r in zip(gradients, results, strict=True)))
+    by_position = dict(zip(positions, wanted, strict=True))
+    return tuple(
+        None if arguments[i] is None else by_position[i].to(arguments[i].dtype) for i in grads
+    )
+
+
+def refusing(name: str, backward: Any) -> Callable[..., Any]:
+    """``backward``, whose results refuse to be differentiated."""
+
+    def again(*given: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            gradients = as_tuple(backward(*given))
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        return _NoSecondDerivative.apply(name, len(gradients), *gradients, *tensors)
+
+    return again
+
+
+class _NoSecondDerivative(Function):
+    """Passes gradients through, and refuses to be differentiated.
+
+    ``once_differentiable`` would do that only where the gradient itself requires one; a gradient
+    penalty on ``y.sum()`` would be ignored in silence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: with memory_efficient=True the gradient cannot be differentiated again, "
+            "because the input is not kept. Use memory_efficient=False where a second derivative "
+            "is needed."
+        )
+
+    jvp = backward  # forward mode over a gradient
