@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from .batching import register_vmap
 from .gradients import function_of, plain_gradients, refusing
+from .operands import is_dtensor
 from .transforms import kernels_serve
 
 __all__ = ["Formula"]
@@ -94,7 +94,7 @@ class Formula:
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the output, or a tuple of several."""
-        if type(arguments[0]) is not Tensor and self._has_dtensors(arguments):
+        if type(arguments[0]) is not Tensor and any(map(is_dtensor, arguments[: self.tensors])):
             from .shards import on_shards
 
             return on_shards(self, arguments)
@@ -139,10 +139,3 @@ class Formula:
             if name in of_arguments or name in self.results:
                 rows[position] = of_arguments.get(name)
         return rows
-
-    def _has_dtensors(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether a tensor is a DTensor; imports nothing: where there is one, it is imported."""
-        module = sys.modules.get("torch.distributed.tensor")
-        if module is None:
-            return False
-        return any(isinstance(a, module.DTensor) for a in arguments[: self.tensors])

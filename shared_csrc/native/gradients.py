@@ -15,18 +15,15 @@ from .transforms import differentiated_again
 def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function]:
     """What eager and compiled code differentiate once. It runs at every step: count its calls.
 
-    Its functions hold no Formula, which torch 2.10's compiler does not know. ``again`` computes the
+    Its functions hold no Formula, which torch 2.10's compiler does not know. ``again`` computes
     gradients that are differentiated again; None: ``formula.reference`` does.
     """
     fused_forward, fused_backward = formula.forward, formula.backward
     reference, outputs, tensors = formula.reference, formula.outputs, formula.tensors
     grads, arrange, count = formula.grads, formula.arrange, len(formula.names)
-    returns_one, shared = len(formula.results) == 1, set(grads) & set(formula.shared)
+    returns_one, shared = len(formula.results) == 1, [i for i in grads if i in formula.shared]
     keeps, kept, picks = _places(formula, keeps_all=again is None)
-    takes = fused_backward._schema.arguments
-    asks = len(takes) > outputs + len(picks)
-    required = [i for i in range(outputs) if "Optional" not in str(takes[i].type)]
-    materializes = len(required) == outputs
+    required, materializes, asks = _of_schema(formula)
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
@@ -35,29 +32,32 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
         ctx.options = arguments[tensors:]
         if not materializes:
             ctx.set_materialize_grads(False)
-            ctx.of_outputs = [(r.shape, r.dtype, r.device) for r in results[:outputs]]
-        if outputs > 1:
-            return results[:outputs]
-        return results if returns_one else results[0]
+            ctx.required = [(i, results[i].shape, results[i].dtype) for i in required]
+        if returns_one:
+            return results
+        return results[0] if outputs == 1 else results[:outputs]
 
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         saved, options, needs = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
         if not materializes:
-            gradients = _with_zeros(gradients, required, ctx.of_outputs)
+            gradients = _with_zeros(gradients, ctx.required, saved[0])
         if (is_again := differentiated_again()) and again is None:
             given = (*saved[:tensors], *options)
             results = plain_gradients(reference, outputs, grads, gradients, given)
         else:
             values = saved + options
-            wanted = [any(needs[i] for i in shared)] if asks else []
+            wanted = (True in [needs[i] for i in shared],) if asks else ()
             given = (*gradients, *[values[i] for i in picks], *wanted)
             results = again(*given) if is_again else fused_backward(*given)
             results = results if arrange is None else arrange(*results)
-        by_argument = dict(zip(grads, as_tuple(results), strict=True))
-        return tuple([by_argument[i] if needs[i] else None for i in range(count)])
+        results, answer = as_tuple(results), [None] * count
+        for k, i in enumerate(grads):
+            if needs[i]:
+                answer[i] = results[k]
+        return tuple(answer)
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(formula.name, (Function,), members)
+    statics = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(formula.name, (Function,), statics)
 
 
 def _places(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list[int]]:
@@ -72,13 +72,21 @@ def _places(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list[i
     return [] if len(keeps) == tensors else keeps, kept, picks
 
 
-def _with_zeros(gradients: Any, required: Sequence[int], of_outputs: Any) -> list[Tensor | None]:
+def _of_schema(formula: Any) -> tuple[list[int], bool, bool]:
+    """Which gradients the backward requires, whether all, and whether it asks about ``shared``."""
+    takes, outputs = formula.backward._schema.arguments, formula.outputs
+    required = [i for i in range(outputs) if "Optional" not in str(takes[i].type)]
+    return required, len(required) == outputs, len(takes) > outputs + len(formula.saves)
+
+
+def _with_zeros(
+    gradients: Any, required: Sequence[tuple[int, Any, torch.dtype]], like: Tensor
+) -> list[Tensor | None]:
     """Zeros in the place of None, where the backward requires a gradient."""
     gradients = list(gradients)
-    for i in required:
+    for i, shape, dtype in required:
         if gradients[i] is None:
-            shape, dtype, device = of_outputs[i]
-            gradients[i] = torch.zeros(shape, dtype=dtype, device=device)
+            gradients[i] = like.new_zeros(shape, dtype=dtype)
     return gradients
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
 import torch
@@ -28,6 +30,40 @@ def exact(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     tensor = tensor.contiguous()
     return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+
+
+def as_rows(x: Tensor, dims: int) -> Tensor:
+    """``x`` whose last ``dims`` dimensions are one, and at least one before it; itself if it is.
+
+    DTensors that are sharded along these dimensions are gathered.
+    """
+    if dims == 1 < x.dim():
+        return x
+    return whole(x, dims).reshape(*(x.shape[:-dims] or (1,)), math.prod(x.shape[-dims:]))
+
+
+def as_vector(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A weight that all rows share, as kernels take it: of one dimension, :func:`exact`."""
+    if parameter is None:
+        return None
+    if parameter.dim() != 1:
+        parameter = whole(parameter, parameter.dim()).reshape(-1)
+    return exact(parameter, dtype)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether ``value`` is a DTensor; imports nothing: where there is one, it is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def whole(x: Tensor, dims: int) -> Tensor:
+    """``x``, gathered along its last ``dims`` dimensions if it is a DTensor."""
+    if type(x) is Tensor or not is_dtensor(x):
+        return x
+    from .shards import row_placements
+
+    return x.redistribute(x.device_mesh, row_placements(x, dims))
 
 
 def statistics_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from .formula import Formula
@@ -28,9 +28,7 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
     _check(formula, arguments)
     x = arguments[first]
     mesh, lead = x.device_mesh, x.dim() - formula.rows[first]
-    placements = [
-        p if isinstance(p, Shard) and p.dim % x.dim() < lead else Replicate() for p in x.placements
-    ]
+    placements = row_placements(x, formula.rows[first])
     # Each process sees some of the rows: its gradient of what they share is a part of the sum.
     sums = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
     local = list(arguments)
@@ -52,6 +50,14 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
         )
 
     return tuple(map(whole, outputs)) if formula.outputs > 1 else whole(outputs)
+
+
+def row_placements(x: DTensor, dims: int) -> list[Placement]:
+    """Where ``x`` goes so that its rows, of ``dims`` dimensions, are whole: most often it stays."""
+    lead = x.dim() - dims
+    return [
+        p if isinstance(p, Shard) and p.dim % x.dim() < lead else Replicate() for p in x.placements
+    ]
 
 
 def _check(formula: Formula, arguments: tuple[Any, ...]) -> None:

@@ -201,28 +201,26 @@ def check_decompositions(case, device):
     table = case.decompositions()
     forward, backward = case.operators
     for dtype in (torch.float32, torch.bfloat16):
-        arguments = case.arguments(dtype, device)
-        _assert_alike(table[forward](*arguments), forward(*arguments), dtype)
-        fused, values = case.of_grads(arguments)
-        y = fused(*[v.requires_grad_() for v in values])
-        calls = _Calls(backward)
-        with calls:
+        fused, values = case.of_grads(case.arguments(dtype, device))
+        with _Calls(forward, backward) as calls:
+            y = fused(*[v.requires_grad_() for v in values])
             torch.autograd.grad(y, values, torch.randn_like(y))
-        ((given, expected),) = calls.seen
-        _assert_alike(table[backward](*given), expected, dtype)
+        assert [operator for operator, _, _ in calls.seen] == [forward, backward]
+        for operator, given, expected in calls.seen:
+            _assert_alike(table[operator](*given), expected, dtype)
 
 
 class _Calls(TorchDispatchMode):
-    """Remembers the arguments and results of calls of one operator."""
+    """Remembers calls of operators: which, with what arguments and results."""
 
-    def __init__(self, operator):
+    def __init__(self, *operators):
         super().__init__()
-        self.operator, self.seen = operator, []
+        self.operators, self.seen = operators, []
 
     def __torch_dispatch__(self, target, types, args=(), kwargs=None):
         result = target(*args, **(kwargs or {}))
-        if target is self.operator:
-            self.seen.append((args, result))
+        if target in self.operators:
+            self.seen.append((target, args, result))
         return result
 
 

@@ -15,6 +15,7 @@ from apex.normalization import (
     MixedFusedRMSNorm,
     fused_add_layer_norm,
 )
+from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
 COLUMNS = 6
 # Input placements, and whether they make processes exchange the input.
@@ -91,6 +92,29 @@ def test_kinds(kind, memory_efficient, two_ranks):
     options = {"memory_efficient": memory_efficient}
     arguments = {"placement": "sequence", "weights": Shard(0), "options": options}
     two_ranks(check_module, kind=kind, **arguments)
+
+
+def check_two_dimensions(rank, world_size):
+    """Normalized together: rows are whole where batches are apart, else they are gathered."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    x, dy = tensors(2)
+    weight, bias = torch.randn(2, 3, COLUMNS)
+    inputs = [t.requires_grad_() for t in (x, weight, bias)]
+    y = fused_layer_norm_affine(*inputs, (3, COLUMNS))
+    expected = torch.autograd.grad(y, inputs, dy)
+    for placement in (Shard(0), Shard(1), Shard(2)):
+        placed = [distribute_tensor(x.detach(), mesh, [placement])]
+        placed += [distribute_tensor(t.detach(), mesh, [Replicate()]) for t in inputs[1:]]
+        placed = [t.requires_grad_() for t in placed]
+        actual = fused_layer_norm_affine(*placed, (3, COLUMNS))
+        torch.testing.assert_close(actual.full_tensor(), y.detach())
+        cotangent = distribute_tensor(dy, mesh, actual.placements)
+        for a, e in zip(torch.autograd.grad(actual, placed, cotangent), expected, strict=True):
+            torch.testing.assert_close(a.full_tensor(), e)
+
+
+def test_two_dimensions(two_ranks):
+    two_ranks(check_two_dimensions)
 
 
 def check_sequence_parallel(rank, world_size):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.formula import Formula
-from .._shared.native.operands import exact, statistics_dtype
+from .._shared.native.operands import as_rows, as_vector, exact, statistics_dtype
 from ..fused_layer_norm import formulas as norms
 from . import ops
 
@@ -93,9 +93,12 @@ def run(
     """
     weight = parameters[0]
     dims, columns = weight.dim(), weight.numel()
+    if x.dtype == residual.dtype == weight.dtype and dims == 1 < x.dim():  # fewer questions
+        vectors = [p if p is None else p.contiguous() for p in parameters]
+        return formula(x.contiguous(), residual.contiguous(), *vectors, columns, eps)
     total = torch.promote_types(x.dtype, residual.dtype)
     wide = x.dtype if x.dtype == total == weight.dtype else statistics_dtype(x.dtype)
-    rows, others = norms.as_rows(x, dims, columns), norms.as_rows(residual, dims, columns)
-    vectors = [norms.vector(p, wide) for p in parameters]
+    rows, others = as_rows(x, dims), as_rows(residual, dims)
+    vectors = [as_vector(p, wide) for p in parameters]
     y, total = formula(exact(rows), exact(others, total), *vectors, columns, eps)
     return (y, total) if rows is x else (y.reshape(x.shape), total.reshape(x.shape))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._shared.native.operands import FLOATS, check_floating, statistics_dtype
+from .._shared.native.transforms import kernels_serve
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -135,6 +136,8 @@ def check_recoverable(name: str, weight: Tensor | None) -> None:
     if weight is None or torch.compiler.is_compiling():
         return
     if type(weight) not in (Tensor, nn.Parameter) or weight.device.type != "cpu" or weight.all():
+        return
+    if not kernels_serve():  # plain PyTorch keeps the input
         return
     where = (weight == 0).nonzero()
     raise ValueError(

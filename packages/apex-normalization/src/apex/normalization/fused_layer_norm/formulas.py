@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.formula import Formula
-from .._shared.native.operands import exact, statistics_dtype
+from .._shared.native.operands import as_rows, as_vector, exact, statistics_dtype
 from . import ops
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -236,22 +236,13 @@ def run(
     """Normalize checked operands: as rows and vectors, in dtypes for which there is a kernel."""
     weight, columns = parameters[0], math.prod(shape)
     out_dtype = _output_dtype(x, weight)
+    if x.dtype == out_dtype and len(shape) == 1 < x.dim():  # as nearly always: fewer questions
+        vectors = [p if p is None else p.contiguous() for p in parameters]
+        return formula(x.contiguous(), *vectors, columns, eps)
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
-    rows = as_rows(x, len(shape), columns)
-    y = formula(exact(rows, x_dtype), *[vector(p, weight_dtype) for p in parameters], columns, eps)
+    rows = as_rows(x, len(shape))
+    y = formula(
+        exact(rows, x_dtype), *[as_vector(p, weight_dtype) for p in parameters], columns, eps
+    )
     y = y if rows is x else y.reshape(x.shape)
     return y if y.dtype == out_dtype else y.to(out_dtype)
-
-
-def as_rows(x: Tensor, dims: int, columns: int) -> Tensor:
-    """``x`` whose last ``dims`` dimensions are one, and at least one before it; itself if it is."""
-    if dims == 1 < x.dim():
-        return x
-    return x.reshape(*(x.shape[:-dims] or (1,)), columns)
-
-
-def vector(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A weight as kernels take it: contiguous, of one dimension, in ``dtype``."""
-    if parameter is None:
-        return None
-    return exact(parameter if parameter.dim() == 1 else parameter.reshape(-1), dtype)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .._shared.native.operands import autocast, statistics_dtype
-from .._shared.native.transforms import kernels_serve
 from . import formulas, native
 from .checks import as_shape, check_operands, check_recoverable, rms_eps
 
@@ -57,9 +56,8 @@ def run_rms_norm(
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
-    """Whether the backward kernel will be asked for gradients."""
-    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return wants and kernels_serve()
+    """Whether there will be a backward."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def fused_layer_norm_affine(

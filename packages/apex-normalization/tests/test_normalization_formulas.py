@@ -1,0 +1,121 @@
+"""What torch asks of each Formula of the norms beyond a forward and a backward."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from apex.normalization import fused_add_layer_norm, fused_add_rms_norm
+from apex.normalization.fused_add_norm import ops as add_ops
+from apex.normalization.fused_layer_norm import (
+    FusedLayerNormAffineFunction,
+    FusedLayerNormFunction,
+    FusedRMSNormAffineFunction,
+    decompositions,
+    ops,
+)
+from apex_testkit.formulas import CHECKS, Case, check_sharded
+
+EPS = 1e-3
+C = 7  # columns
+
+
+def operands(count, dtype, device):
+    """Rows, a weight and a bias; the weight is not zero, as a backward from the output needs."""
+    rows = torch.randn(count, 4, C, device=device, dtype=dtype).unbind()
+    weight, bias = torch.randn(2, C, device=device, dtype=dtype)
+    return rows, torch.copysign(weight.abs() + 0.5, weight), bias
+
+
+def of_x(dtype, device):
+    (x,), weight, bias = operands(1, dtype, device)
+    return x, weight, bias
+
+
+def of_sum(dtype, device):
+    (x, residual), weight, bias = operands(2, dtype, device)
+    return x, residual, weight, bias
+
+
+def layer_norm(x, weight, bias):
+    """Not torch's, whose forward-mode derivative of the weight's gradient is wrong (2.13)."""
+    deviation = x - x.mean(-1, keepdim=True)
+    return deviation * torch.rsqrt(deviation.square().mean(-1, keepdim=True) + EPS) * weight + bias
+
+
+def sum_and_norm(norm):
+    """Both outputs in one number."""
+
+    def function(*arguments):
+        y, total = norm(*arguments)
+        return y + total.cos()
+
+    return function
+
+
+CASES = {
+    "layer_norm": Case(
+        lambda x, w, b: FusedLayerNormAffineFunction.apply(x, w, b, C, EPS),
+        of_x,
+        layer_norm,
+        grads=(0, 1, 2),
+        rows=(0,),
+        operators=(ops.layer_norm_forward, ops.layer_norm_backward),
+        decompositions=decompositions,
+        ulps=3,
+    ),
+    "layer_norm without weights": Case(
+        lambda x: FusedLayerNormFunction.apply(x, C, EPS),
+        lambda dtype, device: of_x(dtype, device)[:1],
+        lambda x: F.layer_norm(x, (C,), None, None, EPS),
+        grads=(0,),
+        rows=(0,),
+        operators=(ops.layer_norm_forward, ops.layer_norm_backward),
+        decompositions=decompositions,
+        ulps=3,
+    ),
+    "rms_norm": Case(
+        lambda x, w: FusedRMSNormAffineFunction.apply(x, w, C, EPS),
+        lambda dtype, device: of_x(dtype, device)[:2],
+        lambda x, w: F.rms_norm(x, (C,), w, EPS),
+        grads=(0, 1),
+        rows=(0,),
+        operators=(ops.rms_norm_forward, ops.rms_norm_backward),
+        decompositions=decompositions,
+        ulps=3,
+    ),
+    "add_layer_norm": Case(
+        sum_and_norm(lambda *a: fused_add_layer_norm(*a, EPS, prenorm=True)),
+        of_sum,
+        sum_and_norm(lambda x, r, w, b: (layer_norm(x + r, w, b), x + r)),
+        grads=(0, 1, 2, 3),
+        rows=(0, 1),
+        operators=(add_ops.add_layer_norm_forward, add_ops.add_layer_norm_backward),
+        decompositions=decompositions,
+        ulps=3,
+    ),
+    "add_rms_norm": Case(
+        sum_and_norm(lambda *a: fused_add_rms_norm(*a, EPS, prenorm=True)),
+        lambda dtype, device: of_sum(dtype, device)[:3],
+        sum_and_norm(lambda x, r, w: (F.rms_norm(x + r, (C,), w, EPS), x + r)),
+        grads=(0, 1, 2),
+        rows=(0, 1),
+        operators=(add_ops.add_rms_norm_forward, add_ops.add_rms_norm_backward),
+        decompositions=decompositions,
+        ulps=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_formula(case, check, device):
+    check(case, device)
+
+
+def on_ranks(rank, world_size):
+    for case in CASES.values():
+        check_sharded(case, rank, world_size)
+
+
+def test_sharded(two_ranks):
+    two_ranks(on_ranks)
