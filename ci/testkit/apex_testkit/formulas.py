@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import func
 from torch.autograd import forward_ad
@@ -176,8 +178,8 @@ def check_vmap(case, device):
         torch.testing.assert_close(actual, torch.stack(of_samples))
 
 
-def check_export(case, device):
-    """An exported program has our operator, and ATen's alone once it is decomposed."""
+def _model(case, device):
+    """The function as a module of tensors, these, and what comes out."""
     arguments = case.arguments(torch.float32, device)
     tensors = tuple(a for a in arguments if isinstance(a, torch.Tensor))
     options = arguments[len(tensors) :]
@@ -186,9 +188,14 @@ def check_export(case, device):
         def forward(self, *tensors):
             return case.function(*tensors, *options)
 
-    program = torch.export.export(Model(), tensors)
+    return Model(), tensors, case.function(*arguments)
+
+
+def check_export(case, device):
+    """An exported program has our operator, and ATen's alone once it is decomposed."""
+    model, tensors, expected = _model(case, device)
+    program = torch.export.export(model, tensors)
     assert case.operators[0] in [node.target for node in program.graph.nodes]
-    expected = case.function(*arguments)
     torch.testing.assert_close(program.module()(*tensors), expected)
     program = program.run_decompositions(case.decompositions())
     namespaces = {n.target.namespace for n in program.graph.nodes if n.op == "call_function"}
@@ -232,14 +239,25 @@ def _assert_alike(actual, expected, dtype):
         torch.testing.assert_close(a, e, rtol=unit, atol=4 * unit)
 
 
+def check_onnx(case, device):
+    """A model in ONNX, whose runtime has no operator of ours, computes the same."""
+    pytest.importorskip("onnxscript", reason="no onnxscript, which torch.onnx exports with")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="no onnxruntime to run the model")
+    model, tensors, expected = _model(case, "cpu")
+    file = io.BytesIO()
+    torch.onnx.export(model, tensors, dynamo=True, verbose=False).save(file)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    names = [i.name for i in session.get_inputs()]
+    given = {n: t.numpy() for n, t in zip(names, tensors, strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, given)[0]), expected)
+
+
 def check_traced(case, device):
     """torch.jit.trace records plain PyTorch, which any runtime has."""
-    arguments = case.arguments(torch.float32, device)
-    tensors = tuple(a for a in arguments if isinstance(a, torch.Tensor))
-    options = arguments[len(tensors) :]
-    traced = torch.jit.trace(lambda *t: case.function(*t, *options), tensors)
+    model, tensors, expected = _model(case, device)
+    traced = torch.jit.trace(model, tensors)
     assert not any("apex" in node.kind() for node in traced.graph.nodes())
-    torch.testing.assert_close(traced(*tensors), case.function(*arguments))
+    torch.testing.assert_close(traced(*tensors), expected)
 
 
 def check_autocast(case, device):
@@ -274,6 +292,7 @@ CHECKS = {
         check_vmap,
         check_export,
         check_decompositions,
+        check_onnx,
         check_traced,
         check_autocast,
         check_some_gradients,
