@@ -35,11 +35,12 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
     for i in formula.rows:
         if local[i] is not None:
             placed = local[i].redistribute(mesh, placements)
-            local[i] = placed.to_local(grad_placements=placements)
+            # torch 2.10 gathers along another dimension than the first without making rows whole.
+            local[i] = placed.to_local(grad_placements=placements).contiguous()
     for i in formula.shared:
         if local[i] is not None:
             placed = local[i].redistribute(mesh, [Replicate()] * mesh.ndim)
-            local[i] = placed.to_local(grad_placements=sums)
+            local[i] = placed.to_local(grad_placements=sums).contiguous()
     outputs = formula(*local)
 
     def whole(output: torch.Tensor) -> DTensor:
