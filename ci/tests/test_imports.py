@@ -17,10 +17,10 @@ MODULES = {
     "from apex.optimizers import FusedAdam": 31,
     "from apex.optimizers import FusedLAMB": 32,
     "from apex.optimizers import FusedSGD": 29,
-    "import apex.normalization": 32,
+    "import apex.normalization": 30,
     "import apex.parallel": 31,
     "import apex.contrib": 2,
-    "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": 16,
+    "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": 17,
 }
 LOADED = """
 import json, sys
