@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import pickle
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -269,3 +270,40 @@ def test_streams_are_ordered(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
     assert all(lane.wait_blocks for lane in lanes.make_lanes([None], torch.device("cuda")))
     assert lanes.make_lanes([None], torch.device("cpu"))[0].stream is None
+
+
+class Watched(DistributedDataParallel):
+    """Overrides the steps of a reduction, as drivers that watch or change them do."""
+
+    def create_hooks(self):
+        self.called = ["create_hooks"]
+        super().create_hooks()
+
+    def comm_ready_buckets(self, param):
+        self.called.append("comm_ready_buckets")
+        super().comm_ready_buckets(param)
+
+    def sync_bucket_structure(self):
+        self.called.append("sync_bucket_structure")
+        super().sync_bucket_structure()
+
+    def allreduce_fallback(self):
+        self.called.append("allreduce_fallback")
+        super().allreduce_fallback()
+
+
+def check_overridden_steps(rank, world):
+    model = nn.Linear(2, 1)
+    for delay, last in ((False, "sync_bucket_structure"), (True, "allreduce_fallback")):
+        ddp = Watched(copy.deepcopy(model), delay_allreduce=delay)
+        for watched in (ddp, copy.deepcopy(ddp)):
+            watched(torch.full((3, 2), float(rank))).sum().backward()
+            assert watched.called == ["create_hooks", *["comm_ready_buckets"] * 2, last]
+            assert torch.equal(watched.module.weight.grad, torch.full((1, 2), 1.5))
+        reducer = weakref.ref(ddp._reducer)
+        del ddp, watched
+        assert reducer() is None
+
+
+def test_overridden_steps(two_ranks):
+    two_ranks(check_overridden_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -198,12 +199,26 @@ class DistributedDataParallel(nn.Module):
             gradient_average=gradient_average,
             gradient_predivide_factor=gradient_predivide_factor,
         )
-        self._reducer = GradientReducer(module, options)
+        self._reducer = self._make_reducer(options)
         self.allreduce_communicators = allreduce_communicators
         broadcast_parameters(module)
         self._reducer.connect()
         self._reducer.open_lanes()
-        self._reducer.create_hooks()
+        self.create_hooks()
+
+    def _make_reducer(self, options: Options) -> GradientReducer:
+        """A reducer that calls the steps of a subclass, where it overrides any."""
+        reducer = GradientReducer(self.module, options)
+        for name in (
+            "create_hooks",
+            "comm_ready_buckets",
+            "sync_bucket_structure",
+            "allreduce_fallback",
+        ):
+            if getattr(type(self), name) is not getattr(DistributedDataParallel, name):
+                step = weakref.WeakMethod(getattr(self, name))  # or only gc would free the two
+                setattr(reducer, name, lambda *given, step=step: step()(*given))
+        return reducer
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and options; the reducer with its process groups, streams and hooks stays here."""
@@ -215,8 +230,8 @@ class DistributedDataParallel(nn.Module):
         state = dict(state)
         options = Options(**{entry.name: state.pop(entry.name) for entry in fields(Options)})
         super().__setstate__(state)
-        self._reducer = GradientReducer(self.module, options)
-        self._reducer.create_hooks()
+        self._reducer = self._make_reducer(options)
+        self.create_hooks()
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in the backwards that follow, with what has accumulated so far."""
@@ -240,19 +255,19 @@ class DistributedDataParallel(nn.Module):
 
     def create_hooks(self) -> None:
         """Watch the gradients of all parameters that require them, or did at an earlier forward."""
-        self._reducer.create_hooks()
+        GradientReducer.create_hooks(self._reducer)
 
     def comm_ready_buckets(self, param: Tensor) -> None:
         """Take in the gradient of ``param`` and launch the buckets that it completes."""
-        self._reducer.comm_ready_buckets(param)
+        GradientReducer.comm_ready_buckets(self._reducer, param)
 
     def sync_bucket_structure(self) -> None:
         """Make rank 0's buckets everybody's."""
-        self._reducer.sync_bucket_structure()
+        GradientReducer.sync_bucket_structure(self._reducer)
 
     def allreduce_fallback(self) -> None:
         """Reduce all gradients at once, one flat buffer per dtype, and wait for the result."""
-        self._reducer.allreduce_fallback()
+        GradientReducer.allreduce_fallback(self._reducer)
 
     def allreduce_bucket(
         self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool
