@@ -118,13 +118,17 @@ class Formula:
             return {self.forward: self.reference, self.backward: self.plain_backward}
 
         def backward(*given: Any) -> Any:
-            gradients = given[: self.outputs]
-            saved = dict(zip(self.saves, given[self.outputs :], strict=True))
+            gradients, saves = given[: self.outputs], given[self.outputs :]
+            saved = dict(zip(self.saves, saves, strict=False))
             defaults = inspect.signature(self.reference).parameters
             arguments = [saved.get(name, p.default) for name, p in defaults.items()]
             results = plain_gradients(
                 self.reference, self.outputs, self.grads, gradients, arguments
             )
+            if len(saves) > len(saved) and not saves[-1]:  # those of `shared` are not wanted
+                empty = gradients[0].new_empty([0])
+                pairs = zip(self.grads, results, strict=True)
+                results = [empty if i in self.shared else result for i, result in pairs]
             return results[0] if len(results) == 1 else results
 
         return {self.forward: self.reference, self.backward: backward}

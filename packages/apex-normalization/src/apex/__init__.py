@@ -22,7 +22,13 @@ _WHEELS = {
     **dict.fromkeys(("apex.optimizers", "apex.multi_tensor_apply", "amp_C"), "apex-optimizers"),
     **dict.fromkeys(("apex.normalization", "fused_layer_norm_cuda"), "apex-normalization"),
     **dict.fromkeys(("apex.parallel", "apex_C", "syncbn"), "apex-parallel"),
-    **dict.fromkeys(("apex.contrib", "apex.contrib.xentropy", "xentropy_cuda"), "apex-contrib"),
+    **dict.fromkeys(
+        (
+            *("apex.contrib", "apex.contrib.xentropy", "xentropy_cuda"),
+            *("apex.fused_bias_swiglu", "fused_bias_swiglu"),
+        ),
+        "apex-contrib",
+    ),
 }
 # The same for what no release has yet.
 _NOT_BUILT = {
@@ -37,14 +43,14 @@ _NOT_BUILT = {
     ),
     **dict.fromkeys(
         (
-            *("apex.mlp", "apex.fused_dense", "apex.fused_bias_swiglu"),
+            *("apex.mlp", "apex.fused_dense"),
             *("apex.contrib.bottleneck", "apex.contrib.clip_grad", "apex.contrib.conv_bias_relu"),
             *("apex.contrib.cudnn_gbn", "apex.contrib.focal_loss", "apex.contrib.group_norm"),
             *("apex.contrib.groupbn", "apex.contrib.index_mul_2d", "apex.contrib.layer_norm"),
             *("apex.contrib.multihead_attn", "apex.contrib.nccl_allocator"),
             *("apex.contrib.openfold_triton", "apex.contrib.optimizers"),
             *("apex.contrib.peer_memory", "apex.contrib.sparsity", "apex.contrib.torchsched"),
-            *("apex.contrib.transducer", "mlp_cuda", "fused_dense_cuda", "fused_bias_swiglu"),
+            *("apex.contrib.transducer", "mlp_cuda", "fused_dense_cuda"),
             *("fast_layer_norm", "fused_adam_cuda", "fused_lamb_cuda", "distributed_adam_cuda"),
             *("distributed_lamb_cuda", "focal_loss_cuda", "group_norm_cuda", "bnp"),
             *("fused_index_mul_2d", "fast_multihead_attn", "fused_conv_bias_relu"),

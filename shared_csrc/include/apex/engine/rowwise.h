@@ -11,7 +11,8 @@
 //   row.once([&] { means[row.index()] = mean; });
 //
 // row.in(matrix) reads a row without staging (of a matrix with gaps between rows: row.in(matrix,
-// stride); read or written by a long functor: row.ahead(view)), row.max and row.sums<N> reduce,
+// stride), and row.out(matrix, stride) writes one; read or written by a long functor:
+// row.ahead(view)), row.max and row.sums<N> reduce,
 // row.stage_result stages what an `each` writes, row.fold reduces several numbers that depend on
 // each other, row.at repeats an `each` for one column, and every functor sees numbers of type T. A
 // functor of `each` gets its arguments by reference where it writes them. Programs are copied to

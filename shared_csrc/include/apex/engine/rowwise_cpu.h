@@ -34,16 +34,21 @@ class Row {
   ReadView<S> in(const S* matrix) const {
     return {matrix + index_ * columns_, columns_};
   }
-  // The same of a matrix whose rows begin `stride` elements apart.
+  // The same of a matrix whose rows begin `stride` elements apart; out() takes a stride, too.
   template <class S>
   ReadView<S> in(const S* matrix, int64_t stride) const {
     return {matrix + index_ * stride, stride};
   }
   template <class S>
+  WriteView<S> out(S* matrix, int64_t stride) const {
+    constexpr int64_t kBytes = sizeof(S);
+    S* row = matrix + index_ * stride;
+    int64_t bytes = ((rows_ - 1) * stride + columns_) * kBytes;
+    return {row, stride, can_stream(row, columns_ * kBytes, bytes) && is_backed(matrix, bytes)};
+  }
+  template <class S>
   WriteView<S> out(S* matrix) const {
-    S* row = matrix + index_ * columns_;
-    int64_t row_bytes = columns_ * static_cast<int64_t>(sizeof(S)), bytes = rows_ * row_bytes;
-    return {row, columns_, can_stream(row, row_bytes, bytes) && is_backed(matrix, bytes)};
+    return out(matrix, columns_);
   }
   // A vector [columns] that all rows share.
   template <class S>

@@ -36,8 +36,12 @@ class Row {
     return {matrix + index_ * stride};
   }
   template <class S>
+  APEX_DEVICE WriteView<S> out(S* matrix, int64_t stride) const {
+    return {matrix + index_ * stride};
+  }
+  template <class S>
   APEX_DEVICE WriteView<S> out(S* matrix) const {
-    return {matrix + index_ * columns_};
+    return out(matrix, columns_);
   }
   template <class S>
   APEX_DEVICE ReadView<S> shared(const S* vector) const {

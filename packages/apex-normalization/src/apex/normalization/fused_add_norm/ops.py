@@ -122,6 +122,7 @@ def _like(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(x: Tensor, columns: int) -> Tensor:
+    torch._check(columns > 0, lambda: f"columns must be positive, got {columns}.")
     return x.new_empty([x.numel() // columns], dtype=statistics_dtype(x.dtype))
 
 

@@ -154,6 +154,7 @@ def _output_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
 
 
 def _statistics(x: Tensor, x_dtype: torch.dtype, columns: int) -> Tensor:
+    torch._check(columns > 0, lambda: f"columns must be positive, got {columns}.")
     return x.new_empty([x.numel() // columns], dtype=statistics_dtype(x_dtype))
 
 

@@ -1,0 +1,103 @@
+// SwiGLU of input + bias, and its gradient, a row at a time; a row of the input is two halves:
+//
+//   a, b = halves of (input + bias)     y = a * s * b,  s = 1 / (1 + exp(-a))
+//   da = dy * b * s * (1 + a * (1 - s)) db = dy * a * s
+//
+// Shazeer, "GLU Variants Improve Transformer", 2020 (https://arxiv.org/abs/2002.05202), section 2.
+#pragma once
+
+#include "apex/math/exp.h"
+#include "apex/math/norm/affine.h"
+
+namespace apex::contrib {
+inline namespace APEX_BACKEND_NS {
+
+template <class T>
+APEX_HD T sigmoid(T x) {
+  return T(1) / (T(1) + exponential(-x));
+}
+
+// S is the storage type of all tensors. Columns are those of the output: half of the input's.
+template <class S>
+struct SwigluForward {
+  using value_type = compute_t<S>;
+  using T = value_type;
+
+  const S* input;  // [rows, 2 * columns]
+  const S* bias;   // [2 * columns]; what is absent points to memory that may be read
+  ValueOr<T> bias_or_zero;
+  S* y;  // [rows, columns]
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    int64_t n = row.columns();
+    auto of_bias = bias_or_zero;
+    row.each(
+        [=](T& y, T a, T b, T bias_a, T bias_b) {
+          a += of_bias(bias_a);
+          y = a * sigmoid(a) * (b + of_bias(bias_b));
+        },
+        row.ahead(row.out(y)), row.ahead(row.in(input, 2 * n)), row.ahead(row.in(input + n, 2 * n)),
+        row.shared(bias), row.shared(bias + n));
+  }
+};
+
+template <class S>
+struct SwigluBackward {
+  using value_type = compute_t<S>;
+  using T = value_type;
+  static constexpr int kSums = 2;  // dbias of both halves
+
+  const S* dy;     // [rows, columns]
+  const S* input;  // as of the forward
+  const S* bias;
+  ValueOr<T> bias_or_zero;
+  S* dinput;        // [rows, 2 * columns]
+  S* dbias;         // [2 * columns]
+  int64_t columns;  // of the output
+
+  // (dy, a, b, bias of a, bias of b) -> da, db.
+  APEX_HD auto gradient() const {
+    return [of_bias = bias_or_zero](T dy, T a, T b, T bias_a, T bias_b) {
+      a += of_bias(bias_a);
+      b += of_bias(bias_b);
+      T s = sigmoid(a);
+      return Array<T, 2>{{dy * b * s * (T(1) + a * (T(1) - s)), dy * a * s}};
+    };
+  }
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    int64_t n = row.columns();
+    row.each(
+        [of = gradient()](T& da, T& db, T dy, T a, T b, T bias_a, T bias_b) {
+          Array<T, 2> both = of(dy, a, b, bias_a, bias_b);
+          da = both[0];
+          db = both[1];
+        },
+        row.ahead(row.out(dinput, 2 * n)), row.ahead(row.out(dinput + n, 2 * n)),
+        row.ahead(row.in(dy)), row.ahead(row.in(input, 2 * n)), row.ahead(row.in(input + n, 2 * n)),
+        row.shared(bias), row.shared(bias + n));
+  }
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    int64_t n = row.columns();
+    row.template accumulate<kSums>(
+        [of = gradient()](Array<T, 2>& sums, T dy, T a, T b, T bias_a, T bias_b) {
+          Array<T, 2> both = of(dy, a, b, bias_a, bias_b);
+          sums[0] += both[0];
+          sums[1] += both[1];
+        },
+        row.ahead(row.in(dy)), row.ahead(row.in(input, 2 * n)), row.ahead(row.in(input + n, 2 * n)),
+        row.shared(bias), row.shared(bias + n));
+  }
+
+  APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {
+    dbias[column] = convert<S>(sums[0]);
+    dbias[column + columns] = convert<S>(sums[1]);
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::contrib
