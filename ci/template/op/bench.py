@@ -1,4 +1,4 @@
-"""my_op.  Traffic per element: read x, write y; twice the size of the dtype in bytes."""
+"""my_op. Traffic per element: read x, write y."""
 
 import torch
 

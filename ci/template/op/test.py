@@ -1,4 +1,4 @@
-"""my_op against float64 PyTorch, over dtypes, shapes and layouts, and whatever torch asks of it."""
+"""my_op against float64 PyTorch, and what torch asks of it."""
 
 import pytest
 import torch

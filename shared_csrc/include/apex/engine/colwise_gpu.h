@@ -33,7 +33,15 @@ class ColumnRow {
 
   template <class S>
   APEX_DEVICE ReadView<S> in(const S* matrix) const {
-    return {matrix + index_ * columns_};
+    return in(matrix, columns_);
+  }
+  template <class S>
+  APEX_DEVICE ReadView<S> in(const S* matrix, int64_t stride) const {
+    return {matrix + index_ * stride};
+  }
+  template <class View>
+  APEX_DEVICE View ahead(const View& view) const {
+    return view;
   }
   template <class S>
   APEX_DEVICE ReadView<S> shared(const S* vector) const {
