@@ -27,8 +27,12 @@ def normed(x, weight, bias, columns, eps, is_rms):
     weight, bias = (None if p is None else p.reshape(-1) for p in (weight, bias))
     if is_rms:
         y = rows * torch.rsqrt(rows.square().mean(1, keepdim=True) + eps)
-        return y if weight is None else y * weight
-    return F.layer_norm(rows, (columns,), weight, bias, eps)
+    else:
+        y = F.layer_norm(rows, (columns,), None, None, eps)
+    if weight is not None and weight.isinf().any() and (y.abs() < 1e-6).any():
+        raise ArithmeticError("infinity times what rounding may have made zero")
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 def operands(rng):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._state import check_saved_tensor
+from .checkpoints import check_saved_tensor
 from .launches import BUFFER
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ._ops import library
+from .._ops import library
 
 _found: set[tuple[str, str]] = set()  # folders and device types; asking takes longer than the rest
 

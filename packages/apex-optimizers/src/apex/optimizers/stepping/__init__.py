@@ -1,0 +1,1 @@
+"""The step that the optimizers share: lists, launches, states, checkpoints and checks."""
