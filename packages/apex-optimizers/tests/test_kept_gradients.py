@@ -12,6 +12,7 @@ from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 from apex.optimizers.fused_adagrad.optimizer import ADAGRAD_HELD
 from apex.optimizers.fused_adam.buckets import ADAM_HELD
 from apex.optimizers.fused_sgd.optimizer import SGD_HELD
+from apex.optimizers.stepping import held_lists
 from apex_testkit.held_lists import PlainLists
 
 COUNT = held_lists.MIN_TENSORS + 3
