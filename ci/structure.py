@@ -19,6 +19,7 @@ ASKED_BY_TORCH = re.compile(
     r"\b(autograd\.Function\b|register_vmap|register_decomposition|forward_ad|_functorch"
     r"|distributed\.tensor)"
 )
+TWIN_LINES = 6  # shorter functions may be alike by chance
 VAGUE = {"base", "common", "helpers", "misc", "utils"}
 
 
@@ -34,6 +35,8 @@ def structure(root: Path, files: list[Path]) -> Iterator[str]:
     yield from torch_names(root, sources, accepted.get("torch", []))
     yield from vague_names(root, sources, accepted.get("name", []))
     yield from import_cycles(root, sources, accepted.get("cycle", []))
+    yield from unchecked_formulas(root, sources, [])
+    yield from twin_functions(root, sources, accepted.get("twins", []))
 
 
 def large_ops(root: Path, files: list[Path], accepted: list[dict]) -> Iterator[str]:
@@ -163,3 +166,49 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
             found.add(module)
             ahead.append(module)
     return found
+
+
+def unchecked_formulas(root: Path, files: list[Path], _: list[dict]) -> Iterator[str]:
+    """Each Formula has a test of its package with ``CHECKS`` and ``check_sharded``, which names its
+    forward operator.
+    """
+    for file in files:
+        path = file.relative_to(root)
+        if file.suffix != ".py" or path.parts[0] != "packages" or path.parts[2] != "src":
+            continue
+        tests = [
+            f.read_text() for f in files if f.is_relative_to(root / path.parents[-3] / "tests")
+        ]
+        tests = [text for text in tests if "CHECKS" in text and "check_sharded" in text]
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Formula"):
+                continue
+            operator = ast.unparse(call.args[1]).rpartition(".")[2]
+            if not any(re.search(rf"\b{operator}\b", text) for text in tests):
+                yield (
+                    f"{path}:{call.lineno}: no test of {path.parts[1]} runs CHECKS and "
+                    f"check_sharded of apex_testkit.formulas on the Formula of {operator}"
+                )
+
+
+def twin_functions(root: Path, files: list[Path], accepted: list[dict]) -> Iterator[str]:
+    """No function of the same body stands in two folders: a third op would copy it again."""
+    found: dict[str, dict[Path, str]] = {}
+    whole = {f.read_text(): f for f in files if f.suffix == ".py"}  # of equal files one: apex's own
+    for text, file in whole.items():
+        if "template" not in file.parts:
+            for function in ast.walk(ast.parse(text)):
+                if isinstance(function, ast.FunctionDef):
+                    body = function.body[ast.get_docstring(function) is not None :]
+                    code = "\n".join(map(ast.unparse, body))
+                    if code.count("\n") + 1 >= TWIN_LINES:
+                        found.setdefault(code, {})[file.relative_to(root).parent] = function.name
+    excepted = {entry["name"] for entry in accepted}
+    for folders in found.values():
+        names = set(folders.values())
+        if len(folders) > 1 and not names & excepted:
+            where = ", ".join(sorted(map(str, folders)))
+            yield f"{min(names)}() has the same body in {where}"
+        elif len(folders) > 1:
+            excepted -= names
+    yield from (f"ci/accepted_ops.toml: {name}() has no twin any more" for name in excepted)

@@ -118,3 +118,48 @@ def test_every_exception_has_a_reason(tmp_path):
     (tmp_path / "ci" / "utils.py").write_text("")
     (complaint,) = structure.structure(tmp_path, [tmp_path / "ci" / "utils.py"])
     assert "has no reason" in complaint
+
+
+FORMULA = "_f = Formula('my_op', ops.my_op_forward, ops.my_op_backward, _reference, rows={})"
+CHECKED = "from apex_testkit.formulas import CHECKS, check_sharded\nCase(my_op, (my_op_forward,))"
+
+
+def test_formulas_are_checked(check):
+    files = {"packages/apex-amp/src/apex/amp/my_op/__init__.py": FORMULA}
+    test = "packages/apex-amp/tests/test_my_op.py"
+    assert check(structure.unchecked_formulas, files | {test: CHECKED}) == []
+    for text in ("", CHECKED.replace("CHECKS", "Case"), CHECKED.replace("my_op_f", "other_f")):
+        (complaint,) = check(structure.unchecked_formulas, files | {test: text})
+        assert "__init__.py:1: no test of apex-amp runs CHECKS" in complaint
+        assert complaint.endswith("on the Formula of my_op_forward")
+    elsewhere = {test.replace("apex-amp", "apex-contrib"): CHECKED, test: ""}
+    assert check(structure.unchecked_formulas, files | elsewhere) != []
+
+
+TWIN = """
+def {}(x):
+    {}
+    for y in x:
+        a = y
+        b = a
+        c = b
+    print(a)
+    return c
+"""
+
+
+def test_twin_functions(check):
+    first, second = TWIN.format("f", '"One."'), TWIN.format("g", '"Two."')
+    (complaint,) = check(structure.twin_functions, {"a/x.py": first, "b/y.py": second})
+    assert complaint == "f() has the same body in a, b"
+    accepted = {"name": "f", "reason": "one"}
+    assert check(structure.twin_functions, {"a/x.py": first, "b/y.py": second}, accepted) == []
+    for files in (
+        {"a/x.py": first, "a/y.py": second},  # one folder
+        {"a/x.py": first, "b/x.py": first},  # the same file, shipped twice
+        {"a/x.py": first, "b/y.py": second.replace("c = b", "c = a")},
+        {"a/x.py": "def f(x):\n    return x", "b/y.py": "def g(x):\n    return x"},
+    ):
+        assert check(structure.twin_functions, files) == []
+        (complaint,) = check(structure.twin_functions, files, accepted)
+        assert "f() has no twin any more" in complaint
