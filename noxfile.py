@@ -100,7 +100,7 @@ def build(session):
         for old in workspace.artifacts(package, "*"):
             old.unlink()
         command = ["python", "-m", "build", "--no-isolation", "--outdir", str(DIST)]
-        session.run(*command, f"packages/{package}", env=environment, silent=True)
+        session.run(*command, f"packages/{package}", env=environment)
         workspace.record_built(package, environment)
 
 
@@ -199,7 +199,7 @@ def gpu_wheels(session):
             old.unlink()
     for package in PACKAGES:
         command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
-        session.run(*command, f"packages/{package}", env=environment, silent=True)
+        session.run(*command, f"packages/{package}", env=environment)
     # Of Python alone, so that they suit whatever Python is there.
     pure = ["--platform", "any", "--implementation", "py", "--abi", "none", "--no-deps"]
     pure += ["--python-version", MATRIX["gpu_wheels"]["python"], "--only-binary", ":all:"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 
 import pytest
@@ -181,6 +182,13 @@ def test_missing_compiler_is_said_aloud(built, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert built() is None
     assert "will bring no cpu kernels" in capsys.readouterr().err
+
+
+def test_says_what_is_compiled(built, capsys):
+    built(APEX_BUILD_ADAM="1", APEX_BUILD_CUDA_OPS="0")
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"apex\.optimizers: compiling adam for cpu-[\w, -]+", lines[0])
+    assert lines[1:] == ["apex.optimizers: compiled in 0 s"]
 
 
 def test_a_misspelt_op_fails_with_the_right_name(built):

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,11 @@ def build_prebuilt(
     with tempfile.TemporaryDirectory(prefix="apex-build-") as work:
         descriptor, log = tempfile.mkstemp(prefix="apex-build-", suffix=".log")
         os.close(descriptor)
+        names, where = (", ".join(dict.fromkeys(x.name for x in xs)) for xs in (ops, wanted))
+        print(f"{package}: compiling {names} for {where}", file=sys.stderr, flush=True)
+        began = time.monotonic()
         built = build(ops, wanted, Path(work), package=package, log=Path(log))
+        print(f"{package}: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
         os.unlink(log)  # it outlives a failure alone, whose message names it
         output.mkdir(parents=True)
         for target, library in built.items():
