@@ -18,7 +18,7 @@ MODULES = {
     "from apex.optimizers import FusedLAMB": 32,
     "from apex.optimizers import FusedSGD": 29,
     "import apex.normalization": 30,
-    "import apex.parallel": 31,
+    "import apex.parallel": 32,
     "import apex.contrib": 2,
     "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": 17,
 }

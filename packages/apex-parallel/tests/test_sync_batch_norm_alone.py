@@ -220,7 +220,7 @@ def test_errors(device):
         norm(torch.randn(3, device=device))
     with pytest.raises(TypeError, match=r"weight is torch.float32, but input is torch.float64"):
         norm(x.double())
-    with pytest.raises(TypeError, match="input must be float64"):
+    with pytest.raises(TypeError, match="input must be a float64"):
         norm(x.int())
     with pytest.raises(ValueError, match=r"z is \[1, 3, 4\] torch.float32"):
         norm(x, x[:1])

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ops import statistics_dtype
+from .._shared.native.operands import check_floating, statistics_dtype
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NAME = "SyncBatchNorm"
 
 
@@ -83,10 +82,7 @@ def check_operands(
             f"{NAME}: input must have a batch and a channel dimension, got shape "
             f"{list(input.shape)}."
         )
-    if input.dtype not in FLOATS:
-        raise TypeError(
-            f"{NAME}: input must be float64, float32, float16 or bfloat16, got {input.dtype}."
-        )
+    check_floating(NAME, "input", input)
     channels = channels_of(input, channel_last)
     for name, vector in vectors.items():
         if vector is None:

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an input's statistics are kept."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from .._shared.native.operands import statistics_dtype
 
 
 def _statistics(input: Tensor, channel_last: bool) -> Tensor:

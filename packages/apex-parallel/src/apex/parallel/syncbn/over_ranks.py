@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from .._shared.native.operands import statistics_dtype
 from .._shared.native.transforms import differentiated_again, refuse_transforms
 from .arrange import (
     NAME,
@@ -20,7 +21,7 @@ from .arrange import (
     channels_of,
     check_operands,
 )
-from .ops import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw, statistics_dtype
+from .ops import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw
 from .statistics import batch_statistics, reduce_sums, update_running
 
 
