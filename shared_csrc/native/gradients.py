@@ -27,7 +27,7 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
-        saved = [arguments[i] for i in keeps] if keeps else arguments[:tensors]
+        saved = arguments[:tensors] if keeps is None else [arguments[i] for i in keeps]
         ctx.save_for_backward(*saved, *[results[i] for i in kept])
         ctx.options = arguments[tensors:]
         if not materializes:
@@ -40,7 +40,7 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         saved, options, needs = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
         if not materializes:
-            gradients = _with_zeros(gradients, ctx.required, saved[0])
+            gradients = _with_zeros(gradients, ctx.required, saved)
         if (is_again := differentiated_again()) and again is None:
             given = (*saved[:tensors], *options)
             results = plain_gradients(reference, outputs, grads, gradients, given)
@@ -60,8 +60,8 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
     return type(formula.name, (Function,), statics)
 
 
-def _places(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list[int]]:
-    """Positions of the arguments that are kept (none: all tensors), of the results that are kept,
+def _places(formula: Any, keeps_all: bool) -> tuple[list[int] | None, list[int], list[int]]:
+    """Positions of the arguments that are kept (None: all tensors), of the results that are kept,
     and of what the backward takes in ``(*kept arguments, *kept results, *options)``.
     """
     names, results, tensors = formula.names, formula.results, formula.tensors
@@ -69,7 +69,7 @@ def _places(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list[i
     kept = [results.index(name) for name in formula.saves if name in results]
     pool = [*(names[i] for i in keeps), *(results[i] for i in kept), *names[tensors:]]
     picks = [pool.index(name) for name in formula.saves]
-    return [] if len(keeps) == tensors else keeps, kept, picks
+    return None if len(keeps) == tensors else keeps, kept, picks
 
 
 def _of_schema(formula: Any) -> tuple[list[int], bool, bool]:
@@ -80,10 +80,10 @@ def _of_schema(formula: Any) -> tuple[list[int], bool, bool]:
 
 
 def _with_zeros(
-    gradients: Any, required: Sequence[tuple[int, Any, torch.dtype]], like: Tensor
+    gradients: Any, required: Sequence[tuple[int, Any, torch.dtype]], saved: Sequence[Any]
 ) -> list[Tensor | None]:
     """Zeros in the place of None, where the backward requires a gradient."""
-    gradients = list(gradients)
+    gradients, like = list(gradients), next(t for t in saved if t is not None)
     for i, shape, dtype in required:
         if gradients[i] is None:
             gradients[i] = like.new_zeros(shape, dtype=dtype)
@@ -117,7 +117,10 @@ def plain_gradients(
         arguments[i].to(torch.promote_types(arguments[i].dtype, torch.float32)) for i in positions
     ]
     results, derivative = torch.func.vjp(of, *values)
-    wanted = derivative(tuple(g.to(r.dtype) for g, r in zip(gradients, results, strict=True)))
+    pairs = zip(gradients, results, strict=True)
+    wanted = derivative(
+        tuple(torch.zeros_like(r) if g is None else g.to(r.dtype) for g, r in pairs)
+    )
     by_position = dict(zip(positions, wanted, strict=True))
     return tuple(
         None if arguments[i] is None else by_position[i].to(arguments[i].dtype) for i in grads
