@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..stepping.buckets import StateLayout
+from .._buckets import StateLayout
 from .base import LambOptimizer
 
 

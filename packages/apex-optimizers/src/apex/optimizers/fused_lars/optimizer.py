@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.buckets import state_dtype
-from ..stepping.checks import check_not_negative
-from ..stepping.launches import Launch
-from ..stepping.momentum import MomentumOptimizer
-from ..stepping.sharding import norms_of
+from .._buckets import state_dtype
+from .._checks import check_not_negative
+from .._momentum import Launch, MomentumOptimizer
+from .._sharding import norms_of
 from .ops import lars_step
 
 

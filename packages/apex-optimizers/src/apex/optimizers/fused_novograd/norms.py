@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.buckets import Bucket
+from .._buckets import Bucket
 
 NORMS = "exp_avg_sq"
 

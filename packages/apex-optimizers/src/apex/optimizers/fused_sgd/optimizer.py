@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..stepping.held_lists import HeldOps
-from ..stepping.launches import Launch
-from ..stepping.momentum import MomentumOptimizer
+from .._held import HeldOps
+from .._momentum import Launch, MomentumOptimizer
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoints import check_saved_tensor
+from .._state import check_saved_tensor
 from .launches import BUFFER
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.writes import below_autograd
-from .gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
-from .masters import MasterMarks
-from .sharding import is_sharded, local_tensors
+from ._gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
+from ._masters import MasterMarks
+from ._sharding import is_sharded, local_tensors
+from ._shared.native.writes import below_autograd
 
 MASTER = "master_param"
 

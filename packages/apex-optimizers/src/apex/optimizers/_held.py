@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .._ops import library
+from ._ops import library
 
 MIN_TENSORS = 32  # per list; of fewer, less than 10 us a step could be saved
 MAX_MEAN_ELEMENTS = 4096  # of larger tensors less than a tenth of the time could be saved

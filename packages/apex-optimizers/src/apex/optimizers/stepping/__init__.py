@@ -1,1 +1,0 @@
-"""The step that the optimizers share: lists, launches, states, checkpoints and checks."""
