@@ -11,9 +11,9 @@ from torch import Tensor
 
 from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
-from .._buckets import Bucket
-from .._sharding import is_sharded, local_tensors, placement_of, reduce_over_shards
 from .._shared.native.writes import call_counted
+from ..stepping.buckets import Bucket
+from ..stepping.sharding import is_sharded, local_tensors, placement_of, reduce_over_shards
 
 
 class LambBucket(Bucket):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._buckets import StateLayout
+from ..stepping.buckets import StateLayout
 from .base import LambOptimizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -12,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
-from ._masters import MasterMarks
-from ._sharding import is_sharded, local_tensors
-from ._shared.native.writes import below_autograd
+from .._shared.native.writes import below_autograd
+from .gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
+from .masters import MasterMarks
+from .sharding import is_sharded, local_tensors
 
 MASTER = "master_param"
 
 _step_of = operator.itemgetter("step")
 _dtype_of = operator.attrgetter("dtype")
+
+
+# Pickles of FusedAdam name StateLayout, by the place where it was before.
+sys.modules["apex.optimizers._buckets"] = sys.modules[__name__]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,22 +9,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._base import keep_from_tracing
-from .._checks import (
+from .._shared.native.writes import below_autograd
+from .checkpoints import load_between_hooks
+from .checks import (
     check_duplicates,
     check_lr,
     check_not_negative,
     check_numbers,
     check_params,
 )
-from .._held import HeldOps
-from .._kernels import require_kernels
-from .._overflow_buffer import HasOverflowBuffer
-from .._shared.native.writes import below_autograd
-from .._state import load_between_hooks
-from .._state_order import StateOrder
-from .checks import check_state_dict
-from .launches import BUFFER, GroupLaunches, Launch
+from .held_lists import HeldOps
+from .kernels import require_kernels
+from .momentum_checks import check_state_dict
+from .momentum_launches import BUFFER, GroupLaunches, Launch
+from .optimizer import keep_from_tracing
+from .overflow_buffer import HasOverflowBuffer
+from .state_order import StateOrder
 
 # Attributes that the formula depends on, or that amp sets; torch's own pickling would lose them.
 _ATTRIBUTES = (

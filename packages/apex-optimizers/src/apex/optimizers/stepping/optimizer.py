@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ._bucket_cache import BucketCache
-from ._buckets import MASTER, Bucket, StateLayout, state_dtype
-from ._checks import check_duplicates, check_numbers, check_params
-from ._kernels import require_kernels
-from ._overflow_buffer import HasOverflowBuffer
-from ._state import complete_groups, load_state, separate_steps
-from ._step_numbers import Scaling, StepNumbers, advance_on_device, numbers_device
+from .buckets import MASTER, Bucket, StateLayout, state_dtype
+from .checkpoints import complete_groups, load_state, separate_steps
+from .checks import check_duplicates, check_numbers, check_params
+from .kernels import require_kernels
+from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
+from .overflow_buffer import HasOverflowBuffer
+from .plan import BucketCache
 
 
 def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
