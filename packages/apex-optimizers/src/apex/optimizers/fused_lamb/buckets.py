@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -52,17 +51,12 @@ def share_grad_norm(buckets: list[Bucket], inv_scale: Tensor | None = None) -> N
 
 
 def _norm_of_buckets(buckets: list[Bucket]) -> Tensor:
-    grads = [grad for bucket in buckets for grad in bucket.grads]
     try:
-        return _norm_of_all(grads)
+        return _norm_of_all([grad for bucket in buckets for grad in bucket.dense_grads()])
     except RuntimeError:
         for bucket in buckets:
-            bucket.check()
-        # A gradient that a user set may have gaps or overlaps in memory.
-        dense = [grad.contiguous() for grad in grads]
-        if all(map(operator.is_, dense, grads)):
-            raise
-        return _norm_of_all(dense)
+            bucket.check()  # says more
+        raise
 
 
 def _norm_of_list(grads: list[Tensor]) -> Tensor:

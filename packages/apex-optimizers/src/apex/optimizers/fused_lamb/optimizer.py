@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..stepping.buckets import StateLayout
-from .base import LambOptimizer
+from .shared_step import LambOptimizer
 
 
 class FusedLAMB(LambOptimizer):

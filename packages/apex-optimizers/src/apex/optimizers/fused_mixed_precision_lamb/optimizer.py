@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fused_lamb.base import LambOptimizer
 from ..fused_lamb.buckets import LambBucket
+from ..fused_lamb.shared_step import LambOptimizer
 from ..stepping.buckets import MASTER, StateLayout
 from ..stepping.checkpoints import load_between_hooks
 from ..stepping.checks import check_lr

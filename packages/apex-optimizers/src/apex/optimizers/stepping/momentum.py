@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._shared.native.writes import below_autograd
+from .buckets import call_matched
 from .checkpoints import load_between_hooks
 from .checks import (
     check_duplicates,
@@ -260,26 +260,26 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
         ]
 
     def _run(self, launch: Launch) -> None:
-        try:
-            self._call(launch)
-        except RuntimeError:
-            launch.check()
-            if not launch.match_gradients():
-                raise
-            self._call(launch)
+        call_matched(self._bind(launch), launch.check, launch.sources, launch.grads)
         if launch.is_new:
             launch.keep_buffers(self.state)
         # Autograd then notices a backward pass over values from before the step.
         torch.autograd.graph.increment_version(launch.params + launch.copies)
 
-    def _call(self, launch: Launch) -> None:
+    def _bind(self, launch: Launch) -> Callable[[list[Tensor]], None]:
+        """The step of a launch as a function of the gradients alone."""
         lr, device_lr = launch.group["lr"], None
         if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32:
             lr, device_lr = 0.0, lr
         scale = 1.0 / self.most_recent_scale
-        sign = -1.0 if launch.group["maximize"] else 1.0
-        with below_autograd():
-            self.run_launch(launch.on_shards(), float(lr), device_lr, sign * scale)
+        if launch.group["maximize"]:
+            scale = -scale
+
+        def call(grads: list[Tensor]) -> None:
+            launch.grads = grads
+            self.run_launch(launch.on_shards(), float(lr), device_lr, scale)
+
+        return call
 
 
 def _models_of_masters(optimizer: MomentumOptimizer) -> dict[int, Tensor]:
