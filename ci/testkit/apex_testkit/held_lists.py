@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from apex.optimizers import _held
+from apex.optimizers.stepping import held_lists
 
 
 class PlainLists:
@@ -12,13 +12,13 @@ class PlainLists:
 
     def __enter__(self) -> None:
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(_held, "MIN_TENSORS", 10**9)
+        self._patch.setattr(held_lists, "MIN_TENSORS", 10**9)
 
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
 
 
-def holders(optimizer: Any) -> list[_held.HeldLists]:
+def holders(optimizer: Any) -> list[held_lists.HeldLists]:
     """The owners of the lists that are held for an optimizer now."""
     if hasattr(optimizer, "_launches"):
         divisions = [d for launches in optimizer._launches for d in launches._divisions]

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -216,3 +217,14 @@ def test_a_failed_step_changes_nothing(device):
     assert all(torch.equal(p, v) for p, v in zip(params, values, strict=True))
     for index, entry in before.items():
         assert all(torch.equal(entry[key], after[index][key]) for key in entry)
+
+
+def test_a_pickle_of_before_the_modules_moved_is_loaded():
+    param = torch.nn.Parameter(torch.ones(3))
+    pickled = pickle.dumps(FusedAdam([param], use_decoupled_grad=True), protocol=0)
+    place = b"apex.optimizers.stepping.buckets\n"
+    assert pickled.count(place) == 1
+    clone = pickle.loads(pickled.replace(place, b"apex.optimizers._buckets\n"))
+    clone.param_groups[0]["params"][0].decoupled_grad = torch.ones(3)
+    clone.step()
+    assert next(iter(clone.state.values()))["step"] == 1

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.optimizers import FusedAdam
-from apex.optimizers._held import MIN_TENSORS
 from apex.optimizers.fused_adam.buckets import ADAM_HELD
+from apex.optimizers.stepping.held_lists import MIN_TENSORS
 from apex_testkit.held_lists import PlainLists, holders
 
 COUNT = MIN_TENSORS + 3

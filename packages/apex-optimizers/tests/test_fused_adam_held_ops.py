@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdam
-from apex.optimizers._held import MAX_MEAN_ELEMENTS, MIN_TENSORS
 from apex.optimizers.fused_adam.buckets import ADAM_HELD
+from apex.optimizers.stepping.held_lists import MAX_MEAN_ELEMENTS, MIN_TENSORS
 
 HYPER = (0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
 

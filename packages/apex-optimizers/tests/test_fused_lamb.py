@@ -248,3 +248,18 @@ def test_zero_grad_and_nothing_to_do(device):
     optimizer.zero_grad(set_to_none=True)
     assert param.grad is None
     assert FusedLAMB([{"params": []}]).step() is None
+
+
+def test_the_norm_is_never_asked_of_gradients_that_it_would_refuse(monkeypatch):
+    from apex.optimizers.fused_lamb import buckets
+
+    calls, norm_of_all = [], buckets._norm_of_all
+    monkeypatch.setattr(
+        buckets, "_norm_of_all", lambda grads: calls.append(grads) or norm_of_all(grads)
+    )
+    param = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = FusedLAMB([param])
+    for grad in (torch.ones(1).expand(3, 4), torch.ones(3, 8)[:, ::2], torch.ones(4, 3).t()):
+        param.grad = grad
+        optimizer.step()
+    assert len(calls) == 3

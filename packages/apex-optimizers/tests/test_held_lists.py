@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdagrad, FusedSGD
-from apex.optimizers._held import MIN_TENSORS
 from apex.optimizers.fused_adagrad.optimizer import ADAGRAD_HELD
 from apex.optimizers.fused_sgd.optimizer import SGD_HELD
+from apex.optimizers.stepping.held_lists import MIN_TENSORS
 from apex_testkit.amp_masters import with_masters
 from apex_testkit.held_lists import PlainLists, holders
 

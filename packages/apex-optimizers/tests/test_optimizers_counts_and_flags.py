@@ -89,7 +89,7 @@ def test_capturing_is_asked_of_all_parameters(first, monkeypatch):
     class OnGpu(torch.nn.Parameter):
         is_cuda = True
 
-    from apex.optimizers._base import is_capturing
+    from apex.optimizers.stepping.optimizer import is_capturing
 
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)

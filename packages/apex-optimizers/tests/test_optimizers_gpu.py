@@ -141,7 +141,7 @@ def test_uses_the_device_of_its_tensors(case):
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedNovoGrad])
 def test_captures_that_would_repeat_a_step_number_are_refused(cls, device, monkeypatch):
     """Where there is no GPU, the stream is said to be capturing."""
-    monkeypatch.setattr("apex.optimizers._base.is_capturing", lambda params: True)
+    monkeypatch.setattr("apex.optimizers.stepping.optimizer.is_capturing", lambda params: True)
     param = torch.nn.Parameter(torch.ones(3, device=device))
     param.grad = torch.ones_like(param)
     optimizer = cls([param])
@@ -153,7 +153,7 @@ def test_captures_that_would_repeat_a_step_number_are_refused(cls, device, monke
 
 
 def test_captures_that_may_be_replayed_are_not_refused(device, monkeypatch):
-    monkeypatch.setattr("apex.optimizers._base.is_capturing", lambda params: True)
+    monkeypatch.setattr("apex.optimizers.stepping.optimizer.is_capturing", lambda params: True)
     capturable = [(c, {"capturable": True}) for c in (FusedAdam, FusedLAMB, FusedNovoGrad)]
     for cls, options in [(FusedAdagrad, {}), *capturable]:
         param = torch.nn.Parameter(torch.ones(3, device=device))

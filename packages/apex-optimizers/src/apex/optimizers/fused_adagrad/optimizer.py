@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import FusedOptimizer
-from .._buckets import Bucket, StateLayout
-from .._checks import check_lr, check_not_negative
-from .._held import HeldOps
-from .._held_buckets import HoldingBucket
+from ..stepping.buckets import Bucket, StateLayout
+from ..stepping.checks import check_lr, check_not_negative
+from ..stepping.held_buckets import HoldingBucket
+from ..stepping.held_lists import HeldOps
+from ..stepping.optimizer import FusedOptimizer
 from .ops import adagrad_step
 
 ADAGRAD_HELD = HeldOps(adagrad_step, __file__)

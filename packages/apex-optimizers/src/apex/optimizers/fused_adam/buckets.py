@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._buckets import MASTER
-from .._held import HeldOps
-from .._held_buckets import HoldingBucket
+from ..stepping.buckets import MASTER
+from ..stepping.held_buckets import HoldingBucket
+from ..stepping.held_lists import HeldOps
 from .moments import SCALES, compact_step
 from .ops import adam_step, adam_step_capturable
 

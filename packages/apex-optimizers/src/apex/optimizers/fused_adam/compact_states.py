@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import FusedOptimizer
-from .._buckets import MASTER
+from ..stepping.buckets import MASTER
+from ..stepping.optimizer import FusedOptimizer
 from .moments import (
     MOMENTS,
     SCALES,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._buckets import MASTER
-from .._sharding import on_shards
 from ..fused_adam_compact import adam_compact_peaks, adam_step_compact
+from ..stepping.buckets import MASTER
+from ..stepping.sharding import on_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = "moment_scales"  # float32 [2]: what stored exp_avg and exp_avg_sq are multiplied by

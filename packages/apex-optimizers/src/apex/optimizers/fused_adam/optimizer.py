@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._buckets import MASTER, StateLayout
-from .._checks import check_betas, check_lr, check_not_negative
+from ..stepping.buckets import MASTER, StateLayout
+from ..stepping.checks import check_betas, check_lr, check_not_negative
 from .buckets import AdamBucket
 from .checks import check_legacy
 from .compact_states import CompactStates

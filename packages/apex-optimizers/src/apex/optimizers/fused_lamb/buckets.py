@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
-from .._buckets import Bucket
-from .._sharding import is_sharded, local_tensors, placement_of, reduce_over_shards
 from .._shared.native.writes import call_counted
+from ..stepping.buckets import Bucket
+from ..stepping.sharding import is_sharded, local_tensors, placement_of, reduce_over_shards
 
 
 class LambBucket(Bucket):
@@ -52,17 +51,12 @@ def share_grad_norm(buckets: list[Bucket], inv_scale: Tensor | None = None) -> N
 
 
 def _norm_of_buckets(buckets: list[Bucket]) -> Tensor:
-    grads = [grad for bucket in buckets for grad in bucket.grads]
     try:
-        return _norm_of_all(grads)
+        return _norm_of_all([grad for bucket in buckets for grad in bucket.dense_grads()])
     except RuntimeError:
         for bucket in buckets:
-            bucket.check()
-        # A gradient that a user set may have gaps or overlaps in memory.
-        dense = [grad.contiguous() for grad in grads]
-        if all(map(operator.is_, dense, grads)):
-            raise
-        return _norm_of_all(dense)
+            bucket.check()  # says more
+        raise
 
 
 def _norm_of_list(grads: list[Tensor]) -> Tensor:

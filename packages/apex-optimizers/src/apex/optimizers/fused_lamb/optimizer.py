@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._buckets import StateLayout
-from .base import LambOptimizer
+from ..stepping.buckets import StateLayout
+from .shared_step import LambOptimizer
 
 
 class FusedLAMB(LambOptimizer):

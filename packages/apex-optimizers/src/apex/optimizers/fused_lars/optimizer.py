@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._buckets import state_dtype
-from .._checks import check_not_negative
-from .._momentum import Launch, MomentumOptimizer
-from .._sharding import norms_of
+from ..stepping.buckets import state_dtype
+from ..stepping.checks import check_not_negative
+from ..stepping.momentum import Launch, MomentumOptimizer
+from ..stepping.sharding import norms_of
 from .ops import lars_step
 
 

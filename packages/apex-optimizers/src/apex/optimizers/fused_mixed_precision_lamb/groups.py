@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._step_numbers import numbers_device
+from ..stepping.numbers import numbers_device
 
 
 def own_numbers(group: dict[str, Any]) -> None:

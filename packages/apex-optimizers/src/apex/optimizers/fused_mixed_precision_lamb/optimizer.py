@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import FusedOptimizer
-from .._buckets import MASTER, StateLayout
-from .._checks import check_lr
-from .._state import load_between_hooks
-from .._step_numbers import Scaling, advance_on_device, lr_tensor
-from ..fused_lamb.base import LambOptimizer
 from ..fused_lamb.buckets import LambBucket
+from ..fused_lamb.shared_step import LambOptimizer
+from ..stepping.buckets import MASTER, StateLayout
+from ..stepping.checkpoints import load_between_hooks
+from ..stepping.checks import check_lr
+from ..stepping.numbers import Scaling, advance_on_device, lr_tensor
+from ..stepping.optimizer import FusedOptimizer
 from .arguments import check_reduced_precision, check_step, given_grad_scaler
 from .groups import own_numbers
 

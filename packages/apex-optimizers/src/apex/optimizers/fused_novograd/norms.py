@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._buckets import Bucket
+from ..stepping.buckets import Bucket
 
 NORMS = "exp_avg_sq"
 

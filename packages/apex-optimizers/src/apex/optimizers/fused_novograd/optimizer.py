@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import FusedOptimizer
-from .._buckets import StateLayout
-from .._checks import check_betas, check_lr, check_not_negative
-from .._sharding import norms_of, reduce_over_shards
-from .._state import load_between_hooks, matching_params
-from .._step_numbers import StepNumbers
+from ..stepping.buckets import StateLayout
+from ..stepping.checkpoints import load_between_hooks, matching_params
+from ..stepping.checks import check_betas, check_lr, check_not_negative
+from ..stepping.numbers import StepNumbers
+from ..stepping.optimizer import FusedOptimizer
+from ..stepping.sharding import norms_of, reduce_over_shards
 from .norms import NORMS, GroupNorms, NovoGradBucket, conform
 from .ops import novograd_step
 

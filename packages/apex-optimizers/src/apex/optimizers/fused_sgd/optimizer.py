@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._held import HeldOps
-from .._momentum import Launch, MomentumOptimizer
+from ..stepping.held_lists import HeldOps
+from ..stepping.momentum import Launch, MomentumOptimizer
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._buckets import Bucket
-from ._sharding import whole_number
+from .buckets import Bucket
+from .sharding import whole_number
 
 
 @dataclasses.dataclass(frozen=True)

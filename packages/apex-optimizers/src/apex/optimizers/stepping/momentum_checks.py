@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._state import check_saved_tensor
-from .launches import BUFFER
+from .checkpoints import check_saved_tensor
+from .momentum_launches import BUFFER
 
 
 def check_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._buckets import memory_of, refer_to
-from .._gradients import check_allocated, check_dense, check_gradients, check_states, match_layouts
-from .._held import HeldOps, Holder
-from .._sharding import is_sharded, local_tensors, placement_of
-from .._state_order import Entries, StateOrder
+from .buckets import memory_of, refer_to
+from .gradients import check_allocated, check_dense, check_gradients, check_states
+from .held_lists import HeldOps, Holder
+from .sharding import is_sharded, local_tensors, placement_of
+from .state_order import Entries, StateOrder
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
 
@@ -64,13 +64,6 @@ class Launch:
             return None
         held = self.holder.lists_of(self.params, (self.buffers, self.copies), self.grads)
         return self.holder if held else None
-
-    def match_gradients(self) -> bool:
-        """Copy gradients whose memory is laid out differently; return whether there were any."""
-        matched = match_layouts(self.sources, self.grads)
-        differed = not _is_same(matched, self.grads)
-        self.grads = matched
-        return differed
 
     def knows_buffers(self) -> bool:
         """Whether these are the buffers that were conformed when the launch was new.

@@ -9,22 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._base import keep_from_tracing
-from .._checks import (
-    check_duplicates,
-    check_lr,
-    check_not_negative,
-    check_numbers,
-    check_params,
-)
-from .._held import HeldOps
-from .._kernels import require_kernels
-from .._overflow_buffer import HasOverflowBuffer
-from .._shared.native.writes import below_autograd
-from .._state import load_between_hooks
-from .._state_order import StateOrder
-from .checks import check_state_dict
-from .launches import BUFFER, GroupLaunches, Launch
+from .buckets import call_matched
+from .checked import CheckedOptimizer
+from .checkpoints import load_between_hooks
+from .checks import check_lr, check_not_negative, check_numbers
+from .held_lists import HeldOps
+from .momentum_checks import check_state_dict
+from .momentum_launches import BUFFER, GroupLaunches, Launch
+from .optimizer import keep_from_tracing
+from .state_order import StateOrder
 
 # Attributes that the formula depends on, or that amp sets; torch's own pickling would lose them.
 _ATTRIBUTES = (
@@ -36,11 +29,10 @@ _ATTRIBUTES = (
 )
 
 
-class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
+class MomentumOptimizer(CheckedOptimizer):
     """Divides parameters into launches and keeps their buffers; a subclass runs one launch."""
 
     name: ClassVar[str]  # for messages
-    kernels: ClassVar[str]  # the folder of its step operator
     held_ops: ClassVar[HeldOps | None] = None
 
     def __init__(
@@ -89,25 +81,9 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
 
     # The optimizer as its users see it.
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            ValueError: a hyper-parameter of the group is out of range, it has no ``lr``, or a
-                parameter is there twice.
-            TypeError: a parameter is not real floating point.
-            RuntimeError: there are no kernels for the parameters, and none can be built.
-        """
-        self.check_group({**self.defaults, **param_group})
-        before = len(self.param_groups)
-        super().add_param_group(param_group)
-        try:
-            check_params(self.name, self.param_groups[-1]["params"])
-            check_duplicates(self.name, self.param_groups[-1]["params"])
-            require_kernels(self.name, self.kernels, self.param_groups[-1]["params"])
-        except (TypeError, ValueError, RuntimeError):
-            del self.param_groups[before:]
-            raise
+    @property
+    def _name(self) -> str:
+        return self.name
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set them to None, or to zero.
@@ -170,23 +146,8 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
             own = torch.empty_like(param, dtype=self.buffer_dtype(param), requires_grad=False)
             self.state[param][BUFFER] = own.copy_(buffer)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without gradient are left alone.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-
-        Returns:
-            What ``closure`` returned, or None.
-
-        Raises:
-            RuntimeError: a gradient cannot be used; nothing is changed then.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_params(self) -> None:
+        """Run all launches; a step that fails changes nothing."""
         if self._unused:
             self._drop_unused()
         try:
@@ -196,7 +157,6 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
             raise
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        return loss
 
     def _drop_unused(self) -> None:
         """Take out buffers that nobody has written to: their parameters' first step is to come."""
@@ -260,26 +220,26 @@ class MomentumOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
         ]
 
     def _run(self, launch: Launch) -> None:
-        try:
-            self._call(launch)
-        except RuntimeError:
-            launch.check()
-            if not launch.match_gradients():
-                raise
-            self._call(launch)
+        call_matched(self._bind(launch), launch.check, launch.sources, launch.grads)
         if launch.is_new:
             launch.keep_buffers(self.state)
         # Autograd then notices a backward pass over values from before the step.
         torch.autograd.graph.increment_version(launch.params + launch.copies)
 
-    def _call(self, launch: Launch) -> None:
+    def _bind(self, launch: Launch) -> Callable[[list[Tensor]], None]:
+        """The step of a launch as a function of the gradients alone."""
         lr, device_lr = launch.group["lr"], None
         if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32:
             lr, device_lr = 0.0, lr
         scale = 1.0 / self.most_recent_scale
-        sign = -1.0 if launch.group["maximize"] else 1.0
-        with below_autograd():
-            self.run_launch(launch.on_shards(), float(lr), device_lr, sign * scale)
+        if launch.group["maximize"]:
+            scale = -scale
+
+        def call(grads: list[Tensor]) -> None:
+            launch.grads = grads
+            self.run_launch(launch.on_shards(), float(lr), device_lr, scale)
+
+        return call
 
 
 def _models_of_masters(optimizer: MomentumOptimizer) -> dict[int, Tensor]:

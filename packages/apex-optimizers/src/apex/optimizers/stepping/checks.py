@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._buckets import state_dtype
-from ._gradients import describe
+from .buckets import state_dtype
+from .gradients import describe
 
 # Hyper-parameters that are handed to operators as numbers; betas is a pair of them.
 _NUMBERS = (

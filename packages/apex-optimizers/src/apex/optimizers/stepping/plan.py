@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._buckets import MASTER, Bucket, check_step
-from ._gradients import check_states
-from ._sharding import placement_of
-from ._state_order import Entries, StateOrder
+from .buckets import MASTER, Bucket, check_step
+from .gradients import check_states
+from .sharding import placement_of
+from .state_order import Entries, StateOrder
 
 _shape_of = operator.attrgetter("shape")
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ._bucket_cache import BucketCache
-from ._buckets import MASTER, Bucket, StateLayout, state_dtype
-from ._checks import check_duplicates, check_numbers, check_params
-from ._kernels import require_kernels
-from ._overflow_buffer import HasOverflowBuffer
-from ._state import complete_groups, load_state, separate_steps
-from ._step_numbers import Scaling, StepNumbers, advance_on_device, numbers_device
+from .buckets import MASTER, Bucket, StateLayout, state_dtype
+from .checked import CheckedOptimizer
+from .checkpoints import complete_groups, load_state, separate_steps
+from .checks import check_numbers
+from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
+from .plan import BucketCache
 
 
 def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -39,14 +37,13 @@ def is_capturing(groups: list[dict[str, Any]]) -> bool:
 _KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling")
 
 
-class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
+class FusedOptimizer(CheckedOptimizer):
     """Base of the optimizers here; a subclass checks hyper-parameters and steps one bucket.
 
     All gradients are checked, and all states made, before the first parameter changes.
     """
 
     layout: StateLayout  # of the class
-    kernels: ClassVar[str]  # the folder of its step operator
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
@@ -64,10 +61,6 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     # What a subclass supplies.
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
-        raise NotImplementedError
 
     def step_bucket(self, bucket: Bucket) -> None:
         """Update the parameters of one bucket."""
@@ -137,25 +130,8 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
     # The optimizer as its users see it.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            ValueError: a hyper-parameter of the group is out of range, or a parameter is there
-                twice.
-            TypeError: a parameter is not real floating point.
-            RuntimeError: there are no kernels for the parameters, and none can be built.
-        """
-        self.check_group({**self.defaults, **param_group})
-        before = len(self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        try:
-            check_params(self.layout.optimizer, group["params"])
-            check_duplicates(self.layout.optimizer, group["params"])
-            require_kernels(self.layout.optimizer, self.kernels, group["params"])
-        except (TypeError, ValueError, RuntimeError):
-            del self.param_groups[before:]
-            raise
         if self.capturable and not isinstance(group["lr"], Tensor):
             device = numbers_device(group)
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
@@ -204,26 +180,9 @@ class FusedOptimizer(HasOverflowBuffer, torch.optim.Optimizer):
         load_state(self, state_dict, super().load_state_dict)
         self._buckets = BucketCache(self.bucket_class)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without gradient are left alone.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-
-        Returns:
-            What ``closure`` returned, or None.
-
-        Raises:
-            RuntimeError: a gradient cannot be used, or a CUDA graph is being captured of a step
-                that is counted on the host; nothing is changed then.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.update_params()
-        return loss
+    @property
+    def _name(self) -> str:
+        return self.layout.optimizer
 
     def update_params(self) -> None:
         """Step all buckets, and hold nothing afterwards: gradients set to None are to be freed."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._ops import library
+from .._ops import library
 
 MIN_TENSORS = 32  # per list; of fewer, less than 10 us a step could be saved
 MAX_MEAN_ELEMENTS = 4096  # of larger tensors less than a tenth of the time could be saved
@@ -65,7 +65,9 @@ class HeldOps:
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise NotImplementedError(_NOT_TRACEABLE.format(name, self._plain_name))
 
-        refuse.__doc__ = f"See :class:`apex.optimizers._held.HeldOps` of ``{self._plain_name}``."
+        refuse.__doc__ = (
+            f"See :class:`apex.optimizers.stepping.held_lists.HeldOps` of ``{self._plain_name}``."
+        )
         return library.define(name + signature, self._file)(refuse)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._shared.native.writes import call_counted
+from .._shared.native.writes import call_counted
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._sharding import differ_in_placement, is_sharded
+from .sharding import differ_in_placement, is_sharded
 
 _SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

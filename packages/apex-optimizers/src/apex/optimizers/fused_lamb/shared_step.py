@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._base import FusedOptimizer
-from .._checks import check_betas, check_lr, check_not_negative
-from .._step_numbers import Scaling
+from ..stepping.checks import check_betas, check_lr, check_not_negative
+from ..stepping.numbers import Scaling
+from ..stepping.optimizer import FusedOptimizer
 from .buckets import LambBucket, share_grad_norm
 from .ops import lamb_step
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ._ops import library
+from .._ops import library
 
 _found: set[tuple[str, str]] = set()  # folders and device types; asking takes longer than the rest
 
@@ -20,7 +20,7 @@ def require_kernels(optimizer: str, folder: str, params: Sequence[Tensor]) -> No
     """
     for device_type in {param.device.type for param in params} & {"cpu", "cuda"}:
         if (folder, device_type) not in _found:
-            path = Path(__file__).parent / folder
+            path = Path(__file__).parent.parent / folder
             if not (
                 device_type == "cpu"
                 and torch.cuda.is_available()

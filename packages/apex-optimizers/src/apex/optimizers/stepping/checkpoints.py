@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._buckets import MASTER
-from ._gradients import describe
-from ._sharding import is_sharded
-from ._step_numbers import lr_tensor, numbers_device
+from .buckets import MASTER
+from .gradients import describe
+from .numbers import lr_tensor, numbers_device
+from .sharding import is_sharded
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:

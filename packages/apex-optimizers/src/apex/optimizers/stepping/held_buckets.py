@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ._buckets import MASTER, Bucket
-from ._held import HeldOps, Holder
+from .buckets import MASTER, Bucket
+from .held_lists import HeldOps, Holder
 
 _Lists = tuple[list[Tensor], ...]
 
