@@ -184,7 +184,8 @@ def lamb_second(rng):
 
     def expected(a):
         ratios = a["param_norms"] / a["update_norms"]
-        ratios = torch.where((a["param_norms"] == 0) | (a["update_norms"] == 0), 1.0, ratios)
+        has_none = (a["param_norms"] == 0) | a["param_norms"].isinf() | (a["update_norms"] == 0)
+        ratios = torch.where(has_none, 1.0, ratios)
         if not (a["use_nvlamb"] or a["weight_decay"] != 0):
             ratios = torch.ones_like(ratios)
         rows = zip(a["params"], ratios, a["updates"], strict=True)
