@@ -273,7 +273,7 @@ def test_random_sequences_agree_with_the_model():
     run_state_machine_as_test(
         Training,
         settings=settings(
-            max_examples=examples or 80,
+            max_examples=examples or 160,
             stateful_step_count=25,
             derandomize=not examples,
             deadline=None,
