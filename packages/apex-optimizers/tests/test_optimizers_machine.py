@@ -117,10 +117,10 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, groups=st.lists(st.sampled_from([1, 2, 5, 7, 15]), min_size=1, max_size=5))
     def step_groups(self, seed, groups):
-        """All of some groups, as where a group is frozen, or an expert gets no tokens."""
+        """All of some groups: others are frozen, or experts without tokens."""
         for number, chosen in enumerate(groups):
-            bits = [chosen >> index & 1 for index, _, _ in self._pairs()]
-            self.step(seed + number, sum(b << i for i, b in enumerate(bits[:8])), False)
+            bits = [(chosen >> index & 1) << i for i, (index, *_) in enumerate(self._pairs()[:8])]
+            self.step(seed + number, sum(bits), False)
 
     def _take_master(self, param, model):
         """What was written into a parameter wins over its master, where it is not that, rounded."""
