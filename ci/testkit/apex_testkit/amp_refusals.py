@@ -20,20 +20,20 @@ class RefusedCalls(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(["loss_id", "foreign", "type", "nested"]), delay=st.booleans())
     def refused_block(self, kind, delay):
         """Wrong arguments of scale_loss."""
-        loss, optimizer = torch.ones(()), self.optimizer
+        loss, optimizers = torch.ones(()), self.optimizers
         foreign = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         arguments = {
-            "loss_id": (loss, optimizer, 2),
-            "foreign": (loss, [optimizer, foreign]),
-            "type": ("loss", optimizer),
-            "nested": (loss, optimizer),
+            "loss_id": (loss, optimizers, 2),
+            "foreign": (loss, [*optimizers, foreign]),
+            "type": ("loss", optimizers),
+            "nested": (loss, optimizers[-1]),
         }[kind]
         if self.is_plain and kind in ("foreign", "nested"):
             return  # blocks do nothing there
         with contextlib.ExitStack() as stack:
             stack.enter_context(pytest.raises((RuntimeError, TypeError, ValueError)))
             if kind == "nested":
-                stack.enter_context(amp.scale_loss(loss, optimizer, delay_unscale=delay))
+                stack.enter_context(amp.scale_loss(loss, optimizers, delay_unscale=delay))
             stack.enter_context(amp.scale_loss(*arguments, delay_unscale=delay))
 
     @rule(seed=SEED, used=st.integers(0, 63), delay=st.booleans(), late=st.booleans())
@@ -43,7 +43,7 @@ class RefusedCalls(RuleBasedStateMachine):
         # After a delayed pass, or where nothing is unscaled, autograd adds to what is there.
         late = late and self.pending is None and not self.is_plain
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
-            with amp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled:
+            with amp.scale_loss(loss, self.optimizers, delay_unscale=delay) as scaled:
                 if late:
                     scaled.backward()
                 raise KeyboardInterrupt
@@ -51,17 +51,18 @@ class RefusedCalls(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(["optimizer", "options", "amp", "number", "group", "integers"]))
     def refused_call(self, kind):
         """Checkpoints and groups of another kind."""
-        weight, state = self.weights()[0], copy.deepcopy(self.optimizer.state_dict())
+        weight, optimizer = self.weights()[0], self.optimizers[0]
+        state = copy.deepcopy(optimizer.state_dict())
         if kind == "options":
             del state["param_groups"][0]["momentum"]
         state["param_groups"] += [{}] if kind == "optimizer" else []
         call, argument = {
-            "optimizer": (self.optimizer.load_state_dict, state),
-            "options": (self.optimizer.load_state_dict, state),
+            "optimizer": (optimizer.load_state_dict, state),
+            "options": (optimizer.load_state_dict, state),
             "amp": (amp.load_state_dict, {"loss_scaler0": {"loss_scale": 4.0}}),
             "number": (amp.load_state_dict, {"scale": 4.0}),
-            "group": (self.optimizer.add_param_group, {"params": [weight]}),
-            "integers": (self.optimizer.add_param_group, {"params": [torch.zeros(1).int()]}),
+            "group": (optimizer.add_param_group, {"params": [weight]}),
+            "integers": (optimizer.add_param_group, {"params": [torch.zeros(1).int()]}),
         }[kind]
         with pytest.raises((RuntimeError, TypeError, ValueError, KeyError)):
             call(argument)

@@ -21,12 +21,13 @@ SPECS = st.fixed_dictionaries(
         "window": st.integers(1, 3),
         "norms": st.lists(st.booleans(), min_size=1, max_size=4),
         "frozen": st.integers(0, 15),
+        "optimizers": st.integers(1, 2),  # that share the weights out, one each in turn
     }
 )
 
 
 class Watched(RuleBasedStateMachine):
-    """A network, its optimizer and two losses under amp, and the plain model of them."""
+    """A network, its one or two optimizers and two losses under amp, and the plain model."""
 
     make = staticmethod(torch.optim.SGD)
 
@@ -34,6 +35,7 @@ class Watched(RuleBasedStateMachine):
     def start(self, spec):
         self.level = spec.pop("level")
         norms, frozen, window = (spec.pop(name) for name in ("norms", "frozen", "window"))
+        count = min(spec.pop("optimizers"), len(norms))
         self.half = HALVES.get(self.level)
         model = Net([Layer(is_norm, i) for i, is_norm in enumerate(norms)])
         self.plain = [Plain(layer.weight.detach().clone(), 2**-9) for layer in model]
@@ -41,9 +43,10 @@ class Watched(RuleBasedStateMachine):
         for index in self.frozen:
             model[index].weight.requires_grad_(False)
         weights = [layer.weight for layer in model]
-        optimizer = self.make(weights, lr=2**-9, momentum=MOMENTUM)
-        self.model, self.optimizer = amp.initialize(
-            model, optimizer, opt_level=self.level, num_losses=2, verbosity=0, **spec
+        own = [weights[i::count] for i in range(count)]
+        optimizers = [self.make(params, lr=2**-9, momentum=MOMENTUM) for params in own]
+        self.model, self.optimizers = amp.initialize(
+            model, optimizers, opt_level=self.level, num_losses=2, verbosity=0, **spec
         )
         for scaler in _amp_state.loss_scalers:
             scaler._scale_seq_len = window
@@ -66,7 +69,17 @@ class Watched(RuleBasedStateMachine):
         return [layer.weight for layer in self.model]
 
     def stepped_on(self):
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+        own = [iter([p for g in o.param_groups for p in g["params"]]) for o in self.optimizers]
+        return [next(own[index % len(own)]) for index in range(len(self.plain))]
+
+    def optimizer_of(self, index):
+        return self.optimizers[index % len(self.optimizers)]
+
+    def is_held(self, index):
+        """Whether gradients of the weight's optimizer are still scaled."""
+        count = len(self.optimizers)
+        own = self.plain[index % count :: count]
+        return self.pending is not None and any(plain.scaled is not None for plain in own)
 
     def is_half(self, index):
         return self.half is not None and self.model[index].norm is None
@@ -88,13 +101,13 @@ class Watched(RuleBasedStateMachine):
                 assert stepped.dtype is torch.float32
                 assert self.is_half(index)
                 assert torch.equal(stepped, plain.value), f"master {index}"
-            momentum = self.optimizer.state.get(stepped, {}).get("momentum_buffer")
+            momentum = self.optimizer_of(index).state.get(stepped, {}).get("momentum_buffer")
             assert same(momentum, plain.momentum), f"momentum {index}"
             if self.dirty:
                 continue
-            if self.pending is not None:
+            if self.is_held(index):
                 assert same(weight.grad, plain.scaled), f"scaled gradient {index}"
-            if self.pending is None or self.has_master(index):
+            if not self.is_held(index) or self.has_master(index):
                 assert same(stepped.grad, plain.done), f"gradient {index}"
         actual = amp.state_dict()
         for index, scaler in enumerate(self.scalers):
@@ -102,4 +115,4 @@ class Watched(RuleBasedStateMachine):
             assert entry["loss_scale"] == scaler.scale, f"scale {index}"
             assert entry["unskipped"] == scaler.unskipped, f"unskipped {index}"
             assert entry.get("overflows_left", 1) == (scaler.left if scaler.hysteresis > 1 else 1)
-        assert self.optimizer._amp_stash.already_patched == self.skip
+        assert all(o._amp_stash.already_patched == self.skip for o in self.optimizers)

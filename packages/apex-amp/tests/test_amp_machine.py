@@ -41,7 +41,7 @@ PASSES = st.fixed_dictionaries(
         "seed": SEED,
         "used": st.just(63) | st.integers(0, 63),
         "loss_id": st.integers(0, 1),
-        "delay": st.booleans(),
+        "delay": st.sampled_from([False, False, True]),
         "casts": st.sampled_from(["on", "on", "disabled", "inactive"]),
         "overflow": st.sampled_from([None, None, None, None, None, "input", "loss", "gradient"]),
         "value": st.sampled_from([torch.inf, -torch.inf, torch.nan]),
@@ -86,6 +86,24 @@ class Training(RefusedCalls, Watched):
         if steps:
             self.step()
 
+    @rule(iterations=st.lists(st.lists(PASSES, min_size=1, max_size=2), min_size=1, max_size=4))
+    def epoch(self, iterations):
+        """As most scripts do it."""
+        for passes in iterations:
+            self.iteration(passes, None, True)
+            self.zero_grad(True)
+
+    @rule(
+        passes=st.lists(PASSES, min_size=1, max_size=3),
+        steps=st.booleans(),
+        parts=st.integers(1, 7),
+    )
+    def go_back(self, passes, steps, parts):
+        """To the state before an iteration."""
+        self.save()
+        self.iteration(passes, None, steps)
+        self.load(parts)
+
     def one_pass(self, zero, seed, used, loss_id, delay, casts, overflow, value):
         if zero is not None:
             self.zero_grad(zero)
@@ -104,7 +122,7 @@ class Training(RefusedCalls, Watched):
         if overflow == "loss":
             loss = loss * value
         self.check_dtypes(inputs, casts)
-        with amp.scale_loss(loss, self.optimizer, loss_id, delay_unscale=delay) as scaled:
+        with amp.scale_loss(loss, self.optimizers, loss_id, delay_unscale=delay) as scaled:
             scaled.backward()
             if overflow == "gradient":
                 self.weights()[target].grad[seed % SIZE] = value
@@ -161,7 +179,8 @@ class Training(RefusedCalls, Watched):
     def step(self):
         if self.pending is not None or (self.dirty and not self.skip):
             self.zero_grad(True)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         for index, plain in enumerate(self.plain):
             if not self.skip:
                 plain.step()
@@ -172,11 +191,12 @@ class Training(RefusedCalls, Watched):
 
     @rule(set_to_none=st.booleans())
     def zero_grad(self, set_to_none):
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        visible = [p.scaled if self.is_held(i) else p.done for i, p in enumerate(self.plain)]
         for index, plain in enumerate(self.plain):
-            visible = plain.done if self.pending is None else plain.scaled
             plain.done = None
-            if visible is not None and not set_to_none and not self.is_half(index):
+            if visible[index] is not None and not set_to_none and not self.is_half(index):
                 plain.done = torch.zeros(SIZE)
         self.forget_scaled()
         self.dirty = False
@@ -205,7 +225,8 @@ class Training(RefusedCalls, Watched):
         if self.half is not None:  # checkpoints of new modules are the script's own, else
             add_checkpoint_hooks(layer, masters=True)
         self.model.append(layer)
-        self.optimizer.add_param_group({"params": [layer.weight], "lr": lr})
+        owner = self.optimizer_of(len(self.model) - 1)
+        owner.add_param_group({"params": [layer.weight], "lr": lr})
 
     @precondition(lambda self: self.level in CASTS)
     @rule()
@@ -217,7 +238,8 @@ class Training(RefusedCalls, Watched):
 
     @rule()
     def save(self):
-        state = self.model.state_dict(), self.optimizer.state_dict(), amp.state_dict()
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = self.model.state_dict(), optimizers, amp.state_dict()
         kept = [(plain.value, plain.momentum, plain.lr) for plain in self.plain]
         self.saved = copy.deepcopy((state, kept, self.scalers))
         for layer, plain in zip(self.model, self.plain, strict=True):
@@ -229,11 +251,12 @@ class Training(RefusedCalls, Watched):
     @precondition(lambda self: self.saved and len(self.saved[1]) == len(self.plain))
     @rule(parts=st.integers(1, 7))
     def load(self, parts):
-        (model, optimizer, scalers), kept, plain_scalers = copy.deepcopy(self.saved)
+        (model, optimizers, scalers), kept, plain_scalers = copy.deepcopy(self.saved)
         if parts & 1:
             self.model.load_state_dict(model)
         if parts & 2:
-            self.optimizer.load_state_dict(optimizer)
+            for optimizer, state in zip(self.optimizers, optimizers, strict=True):
+                optimizer.load_state_dict(state)
         for plain, (value, momentum, lr) in zip(self.plain, kept, strict=True):
             if parts & 1:
                 plain.value = value
@@ -250,7 +273,7 @@ def test_random_sequences_agree_with_the_model():
     run_state_machine_as_test(
         Training,
         settings=settings(
-            max_examples=examples or 80,
+            max_examples=examples or 160,
             stateful_step_count=25,
             derandomize=not examples,
             deadline=None,

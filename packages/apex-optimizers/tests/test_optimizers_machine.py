@@ -115,9 +115,12 @@ class OptimizerMachine(RuleBasedStateMachine):
                 self.mode.model(model, grad, self.hyper[index], norm)
         self._compare([] if is_skipped else given)
 
-    @rule(seed=SEEDS)
-    def step_all(self, seed):
-        self.step(seed, 255, False)
+    @rule(seed=SEEDS, groups=st.lists(st.sampled_from([1, 2, 5, 7, 15]), min_size=1, max_size=5))
+    def step_groups(self, seed, groups):
+        """All of some groups: others are frozen, or experts without tokens."""
+        for number, chosen in enumerate(groups):
+            bits = [(chosen >> index & 1) << i for i, (index, *_) in enumerate(self._pairs()[:8])]
+            self.step(seed + number, sum(bits), False)
 
     def _take_master(self, param, model):
         """What was written into a parameter wins over its master, where it is not that, rounded."""

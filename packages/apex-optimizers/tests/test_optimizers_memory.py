@@ -6,6 +6,7 @@ import torch
 from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 from apex.multi_tensor_apply.multi_tensor_scale import multi_tensor_scale
 from apex.optimizers import FusedAdam
+from apex.optimizers.fused_lamb.ops import lamb_stage1, lamb_stage2
 
 amp_C = pytest.importorskip("amp_C")
 
@@ -52,6 +53,29 @@ def test_overlaps_are_refused(flag):
         with pytest.raises(RuntimeError, match=r"shares memory with|was not contiguous"):
             multi_tensor_scale(inputs, outputs, flag, 2.0)
     assert torch.equal(base, torch.arange(6.0))
+
+
+@pytest.mark.parametrize("name", ["param_norms", "update_norms"])
+def test_numbers_in_written_memory_are_refused(name):
+    """Once later tensors took the norms that stepping the first had overwritten."""
+    params, updates = ([torch.ones(4, dtype=torch.float64) for _ in range(2)] for _ in range(2))
+    norms = {n: torch.ones(2, dtype=torch.float64) for n in ("param_norms", "update_norms")}
+    norms[name] = params[0][1:3]
+    with pytest.raises(RuntimeError, match=rf"lamb_stage2: {name} .* shares memory with tensor 0"):
+        lamb_stage2(params, updates, **norms, lr=0.1, weight_decay=0.1, use_nvlamb=False)
+    assert torch.equal(params[0], torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("written", ["exp_avgs", "exp_avg_sqs", "updates"])
+@pytest.mark.parametrize("name", ["per_tensor_decay", "global_grad_norm"])
+def test_numbers_in_memory_of_moments_are_refused(written, name):
+    lists = {n: [torch.ones(4)] for n in ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")}
+    numbers = {"per_tensor_decay": torch.zeros(1), "global_grad_norm": torch.ones(1)}
+    numbers[name] = lists[written][0][2:3]
+    rest = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "step": 1, "max_grad_norm": 1.0}
+    with pytest.raises(RuntimeError, match=rf"lamb_stage1: {name} .* shares memory with tensor 0"):
+        lamb_stage1(**lists, **numbers, **rest)
+    assert torch.equal(lists[written][0], torch.ones(4))
 
 
 def test_one_overlap_among_many_is_found(flag):

@@ -1,5 +1,7 @@
 // Registers lamb_step, lamb_stage1 and lamb_stage2: checks, types and launches; the mathematics is
 // in lamb.h and stages.h.
+#include <utility>
+
 #include "apex/engine/foreach.h"
 #include "apex/engine/foreach_fold.h"
 #include "apex/torch/context.h"
@@ -195,6 +197,24 @@ const S* numbers_near(const char* op, const char* name, const Tensor& numbers, s
   return data<S>(numbers, name);
 }
 
+// Raises if numbers that a kernel reads for every tensor lie in memory of a list that it writes.
+void check_apart(const char* op, const char* name, const Tensor& numbers, const TensorTable& table,
+                 int column, const TensorList& written) {
+  auto bytes = [](const void* data, int64_t count) {
+    auto begin = reinterpret_cast<uintptr_t>(data);
+    return std::pair{begin, begin + static_cast<uintptr_t>(count)};
+  };
+  auto [begin, end] = bytes(numbers.data_ptr(), numbers.numel() * numbers.element_size());
+  int64_t itemsize = written[0].element_size();
+  for (int64_t row = 0; row < table.tensors(); ++row) {
+    auto [from, to] = bytes(table.row(row)[column], table.numel[row] * itemsize);
+    check(from >= end || begin >= to, op, ": ", name, " (", describe(numbers),
+          ") shares memory with tensor ", row,
+          " of a list that is written. Results would depend on the order of writing; use memory "
+          "of its own.");
+  }
+}
+
 void lamb_stage1(const TensorList& grads, const TensorList& params, const TensorList& exp_avgs,
                  const TensorList& exp_avg_sqs, const TensorList& updates,
                  const Tensor& per_tensor_decay, double beta1, double beta2, double eps,
@@ -221,6 +241,11 @@ void lamb_stage1(const TensorList& grads, const TensorList& params, const Tensor
   hyper.max_grad_norm = max_grad_norm;
   const float* decays =
       numbers_near<float>(op, "per_tensor_decay", per_tensor_decay, params.size(), like);
+  int column = 2;  // of the first list that is written
+  for (const TensorList* written : {&exp_avgs, &exp_avg_sqs, &updates}) {
+    check_apart(op, "per_tensor_decay", per_tensor_decay, table, column, *written);
+    check_apart(op, "global_grad_norm", global_grad_norm, table, column++, *written);
+  }
   ScalarType update = updates[0].scalar_type();
   Context context(like);
   dispatch_moments(op, like.scalar_type(), exp_avgs[0].scalar_type(), [&]<class P, class M>() {
@@ -244,6 +269,8 @@ void lamb_stage2(const TensorList& params, const TensorList& updates, const Tens
   ScalarType update = updates[0].scalar_type();
   auto* of_params = numbers_near<double>(op, "param_norms", param_norms, params.size(), like);
   auto* of_updates = numbers_near<double>(op, "update_norms", update_norms, params.size(), like);
+  check_apart(op, "param_norms", param_norms, table, 0, params);
+  check_apart(op, "update_norms", update_norms, table, 0, params);
   Context context(like);
   dispatch_floating(op, like.scalar_type(), [&]<class P>() {
     StageTwo<compute_t<P>> stage{lr, use_nvlamb || weight_decay != 0, of_params, of_updates};
