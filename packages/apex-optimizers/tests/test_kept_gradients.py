@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD, _held
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
 from apex.optimizers.fused_adagrad.optimizer import ADAGRAD_HELD
 from apex.optimizers.fused_adam.buckets import ADAM_HELD
 from apex.optimizers.fused_sgd.optimizer import SGD_HELD
+from apex.optimizers.stepping import held_lists
 from apex_testkit.held_lists import PlainLists
 
-COUNT = _held.MIN_TENSORS + 3
+COUNT = held_lists.MIN_TENSORS + 3
 KINDS = {
     "adam": (FusedAdam, ADAM_HELD),
     "sgd": (partial(FusedSGD, momentum=0.9), SGD_HELD),
@@ -75,7 +76,7 @@ def compare_with_plain(kind, device, use):
 
 def holds(run, lots):
     """Whether that many lots are held; none where lists are plain."""
-    return run.lots == (lots if _held.MIN_TENSORS <= COUNT else 0)
+    return run.lots == (lots if held_lists.MIN_TENSORS <= COUNT else 0)
 
 
 def test_same_bits_with_gradients_that_stay(kind, device):
