@@ -13,7 +13,7 @@ MODULES = {
     "import apex.amp": 51,
     "import apex.fp16_utils": 58,
     "import apex.optimizers": 2,
-    "import apex.multi_tensor_apply": 17,
+    "import apex.multi_tensor_apply": 18,
     "from apex.optimizers import FusedAdam": 33,
     "from apex.optimizers import FusedLAMB": 34,
     "from apex.optimizers import FusedSGD": 30,

@@ -111,6 +111,11 @@ def step_of(op, rng, moments, numbers, formula, masters=None):
     return Call(op, {**lists, **numbers}, expected, ("params", *moments), False)
 
 
+def decay(a, p):
+    """Without decay infinite parameters stay infinite."""
+    return a["weight_decay"] * p if a["weight_decay"] else torch.zeros_like(p)
+
+
 def adam(rng):
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1, "step": 2}
     numbers |= {"bias_correction": True, "decoupled": rng.random() < 0.5, "maximize": False}
@@ -119,12 +124,12 @@ def adam(rng):
         if min(a["step"], a["lr"], a["eps"], 1 - a["beta1"], 1 - a["beta2"]) <= 0:
             raise ArithmeticError("outside of what the formula is for")
         g = -g if a["maximize"] else g
-        g = g if a["decoupled"] else g + a["weight_decay"] * p
+        g = g if a["decoupled"] else g + decay(a, p)
         m = a["beta1"] * m + (1 - a["beta1"]) * g
         v = a["beta2"] * v + (1 - a["beta2"]) * g * g
         c1, c2 = (1 - a[b] ** a["step"] if a["bias_correction"] else 1 for b in ("beta1", "beta2"))
         u = m / c1 / ((v / c2).sqrt() + a["eps"])
-        u = u + a["weight_decay"] * p if a["decoupled"] else u
+        u = u + decay(a, p) if a["decoupled"] else u
         return p - a["lr"] * u, m, v
 
     return step_of(adam_step, rng, ("exp_avgs", "exp_avg_sqs"), numbers, formula, "masters")
@@ -137,10 +142,10 @@ def adagrad(rng):
         if min(a["lr"], a["eps"]) <= 0:
             raise ArithmeticError("outside of what the formula is for")
         g = -g if a["maximize"] else g
-        g = g if a["decoupled"] else g + a["weight_decay"] * p
+        g = g if a["decoupled"] else g + decay(a, p)
         h = h + g * g
         u = g / (h.sqrt() + a["eps"])
-        return p - a["lr"] * (u + a["weight_decay"] * p if a["decoupled"] else u), h
+        return p - a["lr"] * (u + decay(a, p) if a["decoupled"] else u), h
 
     return step_of(adagrad_step, rng, ("sums",), numbers, formula)
 
@@ -164,10 +169,10 @@ def sgd(rng):
         rows = zip(a["params"], a["grads"], a["momentum_buffers"], strict=True)
         for p, g, b in rows:
             late = a["wd_after_momentum"]
-            g = a["gradient_scale"] * g + (0 if late else a["weight_decay"] * p)
+            g = a["gradient_scale"] * g + (0 if late else decay(a, p))
             b = g if a["first_run"] else a["momentum"] * b + (1 - a["dampening"]) * g
             u = g + a["momentum"] * b if a["nesterov"] else b
-            u = u + (a["weight_decay"] * p if late else 0)
+            u = u + (decay(a, p) if late else 0)
             new.append((p - a["lr"] * u, b))
         return {"params": [p for p, _ in new], "momentum_buffers": [b for _, b in new]}
 
