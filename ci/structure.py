@@ -181,9 +181,13 @@ def unchecked_formulas(root: Path, files: list[Path], _: list[dict]) -> Iterator
         ]
         tests = [text for text in tests if "CHECKS" in text and "check_sharded" in text]
         for call in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Formula"):
+            if not (
+                isinstance(call, ast.Call)
+                and ast.unparse(call.func).rpartition(".")[2] == "Formula"
+            ):
                 continue
-            operator = ast.unparse(call.args[1]).rpartition(".")[2]
+            named = {keyword.arg: keyword.value for keyword in call.keywords}
+            operator = ast.unparse(named.get("forward") or call.args[1]).rpartition(".")[2]
             if not any(re.search(rf"\b{operator}\b", text) for text in tests):
                 yield (
                     f"{path}:{call.lineno}: no test of {path.parts[1]} runs CHECKS and "
@@ -196,7 +200,7 @@ def twin_functions(root: Path, files: list[Path], accepted: list[dict]) -> Itera
     found: dict[str, dict[Path, str]] = {}
     whole = {f.read_text(): f for f in files if f.suffix == ".py"}  # of equal files one: apex's own
     for text, file in whole.items():
-        if "template" not in file.parts:
+        if "template" not in file.relative_to(root).parts:
             for function in ast.walk(ast.parse(text)):
                 if isinstance(function, ast.FunctionDef):
                     body = function.body[ast.get_docstring(function) is not None :]

@@ -132,6 +132,13 @@ def test_formulas_are_checked(check):
         (complaint,) = check(structure.unchecked_formulas, files | {test: text})
         assert "__init__.py:1: no test of apex-amp runs CHECKS" in complaint
         assert complaint.endswith("on the Formula of my_op_forward")
+    for spelled in (
+        FORMULA.replace("Formula(", "formula.Formula("),
+        "_f = Formula(name='my_op', forward=ops.my_op_forward)",
+    ):
+        named = dict.fromkeys(files, spelled)
+        assert check(structure.unchecked_formulas, named | {test: CHECKED}) == []
+        assert len(check(structure.unchecked_formulas, named | {test: ""})) == 1
     elsewhere = {test.replace("apex-amp", "apex-contrib"): CHECKED, test: ""}
     assert check(structure.unchecked_formulas, files | elsewhere) != []
 

@@ -31,8 +31,8 @@ def fused_bias_swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`fused_bias_swiglu_forward`.
 
-    ``dinput`` is like ``input``; ``dbias``, ``[2H]``, is its sum over rows before it is rounded,
-    or ``[0]`` without ``bias_grad``. ``dy`` has any layout.
+    ``dinput`` is like ``input``; ``dbias``, ``[2H]``, is its sum over rows, added in float32 at
+    least, or ``[0]`` without ``bias_grad``. ``dy`` has any layout.
     """
     return torch.empty_like(input), input.new_empty([input.shape[-1] if bias_grad else 0])
 

@@ -56,11 +56,12 @@ std::tuple<Tensor, Tensor> fused_bias_swiglu_backward(const Tensor& dy_of_any_la
   Tensor dbias = empty(input, {bias_grad ? 2 * columns : 0}, input.scalar_type());
   Context context(input);
   dispatch_floating(op, input.scalar_type(), [&]<class S>() {
-    rowwise_colwise(context, rows, columns, bias_grad,
-                    SwigluBackward<S>{data<S>(dy, "dy"), data<S>(input, "input"),
-                                      data<S>(bias.value_or(input), "bias"),
-                                      ValueOr<compute_t<S>>(bias.has_value(), 0),
-                                      data<S>(dinput, "dinput"), data<S>(dbias, "dbias"), columns});
+    rowwise_colwise(
+        context, rows, columns, bias_grad,
+        SwigluBackward<S>{data<S>(dy, "dy"), data<S>(input, "input"),
+                          data<S>(bias.value_or(input), "bias"),
+                          ValueOr<compute_t<S>>(bias.has_value(), 0), data<S>(dinput, "dinput"),
+                          data<S>(dbias, "dbias"), columns, bias_grad});
   });
   return {dinput, dbias};
 }

@@ -55,42 +55,36 @@ struct SwigluBackward {
   S* dinput;        // [rows, 2 * columns]
   S* dbias;         // [2 * columns]
   int64_t columns;  // of the output
-
-  // (dy, a, b, bias of a, bias of b) -> da, db.
-  APEX_HD auto gradient() const {
-    return [of_bias = bias_or_zero](T dy, T a, T b, T bias_a, T bias_b) {
-      a += of_bias(bias_a);
-      b += of_bias(bias_b);
-      T s = sigmoid(a);
-      return Array<T, 2>{{dy * b * s * (T(1) + a * (T(1) - s)), dy * a * s}};
-    };
-  }
+  bool with_sums;
 
   template <class R>
   APEX_HD void row(R& row) const {
     int64_t n = row.columns();
+    auto first = row.out(dinput, 2 * n), second = row.out(dinput + n, 2 * n);
+    if (with_sums) first.streamed = second.streamed = false;  // column_sums() reads them next
     row.each(
-        [of = gradient()](T& da, T& db, T dy, T a, T b, T bias_a, T bias_b) {
-          Array<T, 2> both = of(dy, a, b, bias_a, bias_b);
-          da = both[0];
-          db = both[1];
+        [of_bias = bias_or_zero](T& da, T& db, T dy, T a, T b, T bias_a, T bias_b) {
+          a += of_bias(bias_a);
+          b += of_bias(bias_b);
+          T s = sigmoid(a);
+          da = dy * b * s * (T(1) + a * (T(1) - s));
+          db = dy * a * s;
         },
-        row.ahead(row.out(dinput, 2 * n)), row.ahead(row.out(dinput + n, 2 * n)),
-        row.ahead(row.in(dy)), row.ahead(row.in(input, 2 * n)), row.ahead(row.in(input + n, 2 * n)),
-        row.shared(bias), row.shared(bias + n));
+        row.ahead(first), row.ahead(second), row.ahead(row.in(dy)), row.ahead(row.in(input, 2 * n)),
+        row.ahead(row.in(input + n, 2 * n)), row.shared(bias), row.shared(bias + n));
   }
 
+  // Of what row() has stored, rounded: on the CPU it is in the cache, and no exp is taken twice.
   template <class R>
   APEX_HD void column_sums(R& row) const {
     int64_t n = row.columns();
+    const S* stored = dinput;
     row.template accumulate<kSums>(
-        [of = gradient()](Array<T, 2>& sums, T dy, T a, T b, T bias_a, T bias_b) {
-          Array<T, 2> both = of(dy, a, b, bias_a, bias_b);
-          sums[0] += both[0];
-          sums[1] += both[1];
+        [](Array<T, 2>& sums, T da, T db) {
+          sums[0] += da;
+          sums[1] += db;
         },
-        row.ahead(row.in(dy)), row.ahead(row.in(input, 2 * n)), row.ahead(row.in(input + n, 2 * n)),
-        row.shared(bias), row.shared(bias + n));
+        row.in(stored, 2 * n), row.in(stored + n, 2 * n));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {
