@@ -160,7 +160,7 @@ def matching_params(
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
         raise ValueError(
-            f"{optimizer.layout.optimizer}.load_state_dict: the optimizer has groups of {sizes} "
+            f"{optimizer._name}.load_state_dict: the optimizer has groups of {sizes} "
             f"parameters, but the state has groups of {saved_sizes}."
         )
     params = [param for group in groups for param in group["params"]]

@@ -11,10 +11,14 @@ from torch import Tensor
 
 from .buckets import call_matched
 from .checked import CheckedOptimizer
-from .checkpoints import load_between_hooks
+from .checkpoints import (
+    check_saved_tensor,
+    complete_groups,
+    load_between_hooks,
+    matching_params,
+)
 from .checks import check_lr, check_not_negative, check_numbers
 from .held_lists import HeldOps
-from .momentum_checks import check_state_dict
 from .momentum_launches import BUFFER, GroupLaunches, Launch
 from .optimizer import keep_from_tracing
 from .state_order import StateOrder
@@ -122,9 +126,7 @@ class MomentumOptimizer(CheckedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget_launches()
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+        complete_groups(self.param_groups, self.defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of its counterpart in ``torch.optim``, or of Apex's.
@@ -135,10 +137,23 @@ class MomentumOptimizer(CheckedOptimizer):
         """
 
         def check(hooked: dict[str, Any]) -> Callable[[], None]:
-            saved = check_state_dict(self, hooked)
+            saved = self._checked_buffers(hooked)
             return lambda: self._restore_buffers(saved)
 
         load_between_hooks(self, state_dict, super().load_state_dict, check)
+
+    def _checked_buffers(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """The parameters with their saved buffers, none of which will fail to be restored."""
+        if any(saved.get("differentiable") for saved in state_dict["param_groups"]):
+            raise ValueError(
+                f"{self.name}.load_state_dict: the state has differentiable=True; {self.name}'s "
+                "step is not differentiable. Use torch.optim.SGD."
+            )
+        saved = [(p, entry.get(BUFFER)) for p, entry in matching_params(self, state_dict)]
+        saved = [(param, buffer) for param, buffer in saved if buffer is not None]
+        for param, buffer in saved:
+            check_saved_tensor(self.name, param, BUFFER, buffer)
+        return saved
 
     def _restore_buffers(self, saved: list[tuple[Tensor, Tensor]]) -> None:
         for param, buffer in saved:
