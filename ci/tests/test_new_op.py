@@ -11,8 +11,8 @@ from environments import PACKAGES, copy_checkout
 ORACLE = "    return x * x.mean(-1, keepdim=True)\n"
 # What a Formula asks before it calls kernels; without it torch gives zeros, or drops tangents.
 GUARDS = {
-    "if differentiated_again():": ("if False:", {"derivatives", "func"}),
-    "if not kernels_serve():": ("if False:", {"forward_mode", "traced"}),
+    ":= differentiated_again()": ("gradients", ":= False", {"derivatives", "func"}),
+    "if not kernels_serve():": ("formula", "if False:", {"forward_mode", "traced"}),
 }
 
 
@@ -75,10 +75,10 @@ def test_lost_derivatives_are_noticed(made, guard):
     """By the op's own test, where torch itself loses them in silence."""
     file = made[1]
     file.write_text(re.sub(r"    pytest\.fail\(.*\n", ORACLE, file.read_text()))
-    code = made[0] / "shared_csrc/native/formula.py"
+    module, replacement, noticed = GUARDS[guard]
+    code = made[0] / f"shared_csrc/native/{module}.py"
     text = code.read_text()
     assert text.count(guard) == 1
-    replacement, noticed = GUARDS[guard]
     code.write_text(text.replace(guard, replacement))
     output, failed, _ = run_tests(*made, "formula")
     code.write_text(text)
