@@ -1,4 +1,4 @@
-// Adam and AdamW, one element at a time.
+// Adam and AdamW, one element at a time; LAMB takes the same update.
 //
 // Kingma & Ba 2015, algorithm 1 (https://arxiv.org/abs/1412.6980); decoupled decay from
 // Loshchilov & Hutter 2019, algorithm 2 (https://arxiv.org/abs/1711.05101).
@@ -6,57 +6,96 @@
 
 #include <cmath>
 
-#include "apex/core/scalar.h"
+#include "apex/core/step_numbers.h"
 #include "apex/math/decay.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-enum class Decay { kL2, kDecoupled };
+// The running averages of a gradient and of its square.
+template <class T>
+struct Moments {
+  T beta1, beta2;
+  T alpha1, alpha2;  // weights of the gradient and of its square
 
-template <class T, Decay kDecay>
+  APEX_HD void update(T gradient, T& m, T& v) const {
+    m = beta1 * m + alpha1 * gradient;
+    v = beta2 * v + alpha2 * gradient * gradient;
+  }
+};
+
+// 1 - beta in double: 1 - 0.9f is wrong in the seventh digit.
+template <class T>
+APEX_HD Moments<T> make_moments(double beta1, double beta2, bool averaging = true) {
+  return {static_cast<T>(beta1), static_cast<T>(beta2), static_cast<T>(averaging ? 1 - beta1 : 1),
+          static_cast<T>(1 - beta2)};
+}
+
+// Where the moments lead, without learning rate.
+template <class T>
+struct AdamDirection {
+  T inverse_correction1, inverse_correction2;  // 1 / (1 - beta^t), or 1 without bias correction
+  T eps;
+  T decay;  // of the parameter; 0 where the decay is part of the gradient
+
+  APEX_HD T operator()(T p, T m, T v) const {
+    return add_decay((m * inverse_correction1) / (std::sqrt(v * inverse_correction2) + eps), decay,
+                     p);
+  }
+};
+
+// New moments, and where they lead.
+template <class T>
+struct AdamUpdate {
+  using value_type = T;
+
+  T gradient_factor;  // -1 to maximize, and the scale of gradients
+  T l2_decay;         // part of the gradient; 0 where the decay is decoupled
+  Moments<T> moments;
+  AdamDirection<T> direction;
+
+  APEX_HD T operator()(T p, T g, T& m, T& v) const {
+    moments.update(add_decay(gradient_factor * g, l2_decay, p), m, v);
+    return direction(p, m, v);
+  }
+};
+
+template <class T>
 struct AdamStep {
   using value_type = T;
 
-  T lr, beta1, beta2, eps, weight_decay;
-  // Computed in double by the caller: 1 - 0.9f is wrong in the seventh digit.
-  T alpha1, alpha2;                            // 1 - beta
-  T inverse_correction1, inverse_correction2;  // 1 / (1 - beta^t), or 1 without bias correction
+  AdamUpdate<T> update;
+  T lr;
 
-  T sign = T(1);  // -1 to maximize
-
-  APEX_HD void operator()(T& p, T& g, T& m, T& v) const {
-    T gradient = sign * g;
-    if constexpr (kDecay == Decay::kL2) gradient = add_decay(gradient, weight_decay, p);
-    m = beta1 * m + alpha1 * gradient;
-    v = beta2 * v + alpha2 * gradient * gradient;
-    T update = (m * inverse_correction1) / (std::sqrt(v * inverse_correction2) + eps);
-    if constexpr (kDecay == Decay::kDecoupled) update = add_decay(update, weight_decay, p);
-    p -= lr * update;
-  }
+  APEX_HD void operator()(T& p, T& g, T& m, T& v) const { p -= lr * update(p, g, m, v); }
 };
 
 // The numbers of a step before they are rounded to the compute type.
 struct AdamHyper {
   double beta1, beta2, eps, weight_decay;
-  bool bias_correction;
-  bool maximize = false;
+  bool decoupled;
+  StepNumbers numbers;
+  bool grad_averaging = true;
 };
 
-template <class T, Decay kDecay>
-APEX_HD AdamStep<T, kDecay> make_adam_step(const AdamHyper& hyper, double lr, double step) {
-  double correction1 = hyper.bias_correction ? 1 - pow(hyper.beta1, step) : 1;
-  double correction2 = hyper.bias_correction ? 1 - pow(hyper.beta2, step) : 1;
-  return {static_cast<T>(lr),
-          static_cast<T>(hyper.beta1),
-          static_cast<T>(hyper.beta2),
-          static_cast<T>(hyper.eps),
-          static_cast<T>(hyper.weight_decay),
-          static_cast<T>(1 - hyper.beta1),
-          static_cast<T>(1 - hyper.beta2),
-          static_cast<T>(1 / correction1),
-          static_cast<T>(1 / correction2),
-          static_cast<T>(hyper.maximize ? -1 : 1)};
+template <class T>
+APEX_HD AdamDirection<T> make_direction(const AdamHyper& hyper) {
+  const StepNumbers& numbers = hyper.numbers;
+  return {static_cast<T>(1 / numbers.correction(hyper.beta1, numbers.correction1)),
+          static_cast<T>(1 / numbers.correction(hyper.beta2, numbers.correction2)),
+          static_cast<T>(hyper.eps), static_cast<T>(hyper.decoupled ? hyper.weight_decay : 0)};
+}
+
+template <class T>
+APEX_HD AdamUpdate<T> make_update(const AdamHyper& hyper, double gradient_factor) {
+  return {static_cast<T>(gradient_factor), static_cast<T>(hyper.decoupled ? 0 : hyper.weight_decay),
+          make_moments<T>(hyper.beta1, hyper.beta2, hyper.grad_averaging),
+          make_direction<T>(hyper)};
+}
+
+template <class T>
+APEX_HD AdamStep<T> make_adam_step(const AdamHyper& hyper, double gradient_factor) {
+  return {make_update<T>(hyper, gradient_factor), static_cast<T>(hyper.numbers.learning_rate())};
 }
 
 // Unscales the gradient, and leaves the unscaled value where it was, before the step.
@@ -87,23 +126,19 @@ struct WithMaster {
   }
 };
 
-// All hyper-parameters that change between steps live on the device, so that a captured graph can
-// be replayed. Nothing happens when *found_inf is not zero.
-template <class T, Decay kDecay, bool kMaster>
+// The step whose numbers live on the device, so that a captured graph can be replayed.
+template <class T, bool kMaster>
 struct CapturableAdam {
   using value_type = T;
 
   AdamHyper hyper;
-  Scalar<float> lr;
-  const int* step;
-  const float* inverse_scale;
-  const float* found_inf;  // may be null
+  double sign;  // -1 to maximize
 
-  APEX_HD bool skip() const { return found_inf != nullptr && *found_inf != 0; }
+  APEX_HD bool skip() const { return hyper.numbers.skip(); }
 
   APEX_HD auto prepare() const {
-    Unscaled<AdamStep<T, kDecay>> unscaled{make_adam_step<T, kDecay>(hyper, lr.value(), *step),
-                                           static_cast<T>(inverse_scale ? *inverse_scale : 1.0f)};
+    Unscaled<AdamStep<T>> unscaled{make_adam_step<T>(hyper, sign),
+                                   static_cast<T>(hyper.numbers.gradient_scale())};
     if constexpr (kMaster) {
       return WithMaster<decltype(unscaled)>{unscaled};
     } else {

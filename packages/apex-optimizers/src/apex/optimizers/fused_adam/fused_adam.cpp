@@ -22,11 +22,10 @@ TensorTable adam_table(const char* op, const TensorList& params, const TensorLis
   return masters.empty() ? make_table(op, {p, g, m, v}) : make_table(op, {p, g, m, v, w});
 }
 
-// Calls body<P, M, decay>() for the dtypes of parameters P and moments M.
+// Calls body<P, M>() for the dtypes of parameters P and moments M.
 template <class Body>
 void dispatch_adam(const char* op, const TensorList& params, const TensorList& grads,
-                   const TensorList& exp_avgs, const TensorList& exp_avg_sqs, bool decoupled,
-                   Body&& body) {
+                   const TensorList& exp_avgs, const TensorList& exp_avg_sqs, Body&& body) {
   ScalarType moment = exp_avgs[0].scalar_type();
   check(exp_avg_sqs[0].scalar_type() == moment, op, ": exp_avgs are ", dtype_name(moment),
         ", but exp_avg_sqs are ", dtype_name(exp_avg_sqs[0].scalar_type()), ".");
@@ -34,15 +33,12 @@ void dispatch_adam(const char* op, const TensorList& params, const TensorList& g
         dtype_name(params[0].scalar_type()), ", but grads are ", dtype_name(grads[0].scalar_type()),
         ". Gradients must have their parameter's dtype.");
   dispatch_floating(op, params[0].scalar_type(), [&]<class P>() {
-    dispatch_bool(decoupled, [&]<bool kDecoupled>() {
-      constexpr Decay kDecay = kDecoupled ? Decay::kDecoupled : Decay::kL2;
-      if (moment == ScalarType::Float) return body.template operator()<P, float, kDecay>();
-      if constexpr (std::is_same_v<P, double>) {
-        if (moment == ScalarType::Double) return body.template operator()<P, double, kDecay>();
-      }
-      fail(op, ": exp_avgs must be float32 (or float64 for float64 params), got ",
-           dtype_name(moment), ".");
-    });
+    if (moment == ScalarType::Float) return body.template operator()<P, float>();
+    if constexpr (std::is_same_v<P, double>) {
+      if (moment == ScalarType::Double) return body.template operator()<P, double>();
+    }
+    fail(op, ": exp_avgs must be float32 (or float64 for float64 params), got ", dtype_name(moment),
+         ".");
   });
 }
 
@@ -55,21 +51,21 @@ void adam_step(const TensorList& params, const TensorList& grads, const TensorLi
   check_not_negative("adam_step", "eps", eps);
   TensorTable table = adam_table("adam_step", params, grads, exp_avgs, exp_avg_sqs, masters);
   if (params.empty()) return;
-  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
+  AdamHyper hyper{beta1,     beta2,
+                  eps,       weight_decay,
+                  decoupled, make_step_numbers(lr, step, {beta1, beta2, bias_correction})};
   Context context(params[0]);
-  dispatch_adam("adam_step", params, grads, exp_avgs, exp_avg_sqs, decoupled,
-                [&]<class P, class M, Decay kDecay>() {
-                  auto functor = make_adam_step<compute_t<P>, kDecay>(hyper, lr, step);
-                  if (masters.empty()) {
-                    foreach<InOut<P>, In<P>, InOut<M>, InOut<M>>(context, table, functor);
-                    return;
-                  }
-                  check(masters[0].scalar_type() == ScalarType::Float,
-                        "adam_step: masters must be float32, got ",
-                        dtype_name(masters[0].scalar_type()), ".");
-                  foreach<Out<P>, In<P>, InOut<M>, InOut<M>, InOut<float>>(
-                      context, table, WithMaster<decltype(functor)>{functor});
-                });
+  dispatch_adam("adam_step", params, grads, exp_avgs, exp_avg_sqs, [&]<class P, class M>() {
+    auto functor = make_adam_step<compute_t<P>>(hyper, maximize ? -1 : 1);
+    if (masters.empty()) {
+      foreach<InOut<P>, In<P>, InOut<M>, InOut<M>>(context, table, functor);
+      return;
+    }
+    check(masters[0].scalar_type() == ScalarType::Float, "adam_step: masters must be float32, got ",
+          dtype_name(masters[0].scalar_type()), ".");
+    foreach<Out<P>, In<P>, InOut<M>, InOut<M>, InOut<float>>(
+        context, table, WithMaster<decltype(functor)>{functor});
+  });
 }
 
 int64_t adam_hold(TensorList& params, TensorList& grads, TensorList& exp_avgs,
@@ -97,28 +93,23 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
   check_not_negative(op, "eps", eps);
   TensorTable table = adam_table(op, params, grads, exp_avgs, exp_avg_sqs, masters);
   if (params.empty()) return;
-  AdamHyper hyper{beta1, beta2, eps, weight_decay, bias_correction, maximize};
-  auto device_lr = scalar<float>(number_near<float>(op, "lr", lr, params[0]));
-  const int* device_step = number_near<int>(op, "step", step, params[0]);
-  const float* inverse_scale = optional_number<float>(op, "inv_scale", inv_scale, params[0]);
-  const float* skip = optional_number<float>(op, "found_inf", found_inf, params[0]);
+  AdamHyper hyper{beta1, beta2, eps, weight_decay, decoupled, {}};
+  hyper.numbers.bias_correction = bias_correction;
+  set_device_numbers(op, hyper.numbers, {lr, step, inv_scale, found_inf}, params[0]);
+  const double sign = maximize ? -1 : 1;
   Context context(params[0]);
-  dispatch_adam(
-      op, params, grads, exp_avgs, exp_avg_sqs, decoupled, [&]<class P, class M, Decay kDecay>() {
-        auto make = [&]<bool kMaster>() {
-          return CapturableAdam<compute_t<P>, kDecay, kMaster>{hyper, device_lr, device_step,
-                                                               inverse_scale, skip};
-        };
-        if (masters.empty()) {
-          foreach<InOut<P>, InOut<P>, InOut<M>, InOut<M>>(context, table,
-                                                          make.template operator()<false>());
-          return;
-        }
-        check(masters[0].scalar_type() == ScalarType::Float, op, ": masters must be float32, got ",
-              dtype_name(masters[0].scalar_type()), ".");
-        foreach<Out<P>, InOut<P>, InOut<M>, InOut<M>, InOut<float>>(
-            context, table, make.template operator()<true>());
-      });
+  dispatch_adam(op, params, grads, exp_avgs, exp_avg_sqs, [&]<class P, class M>() {
+    using T = compute_t<P>;
+    if (masters.empty()) {
+      foreach<InOut<P>, InOut<P>, InOut<M>, InOut<M>>(context, table,
+                                                      CapturableAdam<T, false>{hyper, sign});
+      return;
+    }
+    check(masters[0].scalar_type() == ScalarType::Float, op, ": masters must be float32, got ",
+          dtype_name(masters[0].scalar_type()), ".");
+    foreach<Out<P>, InOut<P>, InOut<M>, InOut<M>, InOut<float>>(
+        context, table, CapturableAdam<T, true>{hyper, sign});
+  });
 }
 
 }  // namespace

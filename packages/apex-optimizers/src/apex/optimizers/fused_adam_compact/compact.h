@@ -19,15 +19,13 @@ struct MomentScales {
 struct CompactStep {
   using value_type = float;
 
-  AdamStep<float, Decay::kDecoupled> step;  // its decay is 0 where l2_decay is not
-  float l2_decay, gradient_scale;
+  AdamStep<float> step;
   MomentScales scales;
 
   APEX_HD void operator()(float& p, float& g, float& m, float& v) const {
-    float gradient = add_decay(gradient_scale * g, l2_decay, p);
     m *= scales.read1;
     v *= scales.read2;
-    step(p, gradient, m, v);
+    step(p, g, m, v);
     m *= scales.write1;
     v *= scales.write2;
   }
@@ -37,7 +35,8 @@ struct CompactStep {
 struct MomentPeaks {
   using value_type = float;
 
-  float beta1, beta2, alpha1, alpha2, l2_decay, gradient_scale;
+  Moments<float> moments;
+  float l2_decay, gradient_scale;
   MomentScales scales;
 
   APEX_HD void operator()(double (&peaks)[2], float& g, float& m, float& v) const {
@@ -46,9 +45,8 @@ struct MomentPeaks {
   }
 
   APEX_HD void operator()(double (&peaks)[2], float& p, float& g, float& m, float& v) const {
-    float gradient = add_decay(gradient_scale * g, l2_decay, p);
-    float next1 = beta1 * (m * scales.read1) + alpha1 * gradient;
-    float next2 = beta2 * (v * scales.read2) + alpha2 * gradient * gradient;
+    float next1 = m * scales.read1, next2 = v * scales.read2;
+    moments.update(add_decay(gradient_scale * g, l2_decay, p), next1, next2);
     // inf and NaN are stored as such; they must not take the others' scale.
     peaks[0] = is_finite(next1) ? std::fabs(next1) : 0.0f;
     peaks[1] = is_finite(next2) ? next2 : 0.0f;

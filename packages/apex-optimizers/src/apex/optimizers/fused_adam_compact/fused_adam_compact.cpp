@@ -6,6 +6,7 @@
 #include "apex/torch/dispatch.h"
 #include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
+#include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
 #include "compact.h"
 
@@ -57,10 +58,7 @@ Tensor adam_compact_peaks(const TensorList& params, const TensorList& grads,
   TensorTable table = reads_params ? make_table(op, {p, g, m, v}, Empty::kKeep)
                                    : make_table(op, {g, m, v}, Empty::kKeep);
   for (const NamedList& list : {g, m, v}) check_storage(op, list.name, list.tensors);
-  MomentPeaks peaks{static_cast<float>(beta1),
-                    static_cast<float>(beta2),
-                    static_cast<float>(1 - beta1),
-                    static_cast<float>(1 - beta2),
+  MomentPeaks peaks{make_moments<float>(beta1, beta2),
                     static_cast<float>(l2_decay),
                     static_cast<float>(gradient_scale),
                     {}};
@@ -95,11 +93,10 @@ void adam_step_compact(const TensorList& params, const TensorList& grads,
                                       : make_table(op, {p, g, m, v, w}, Empty::kKeep);
   if (params.empty()) return;
   for (const NamedList& list : {g, m, v}) check_storage(op, list.name, list.tensors);
-  AdamHyper hyper{beta1, beta2, eps, decoupled ? weight_decay : 0, bias_correction};
-  CompactStep plain{make_adam_step<float, Decay::kDecoupled>(hyper, lr, step),
-                    static_cast<float>(decoupled ? 0 : weight_decay),
-                    static_cast<float>(gradient_scale),
-                    {}};
+  AdamHyper hyper{beta1,     beta2,
+                  eps,       weight_decay,
+                  decoupled, make_step_numbers(lr, step, {beta1, beta2, bias_correction})};
+  CompactStep plain{make_adam_step<float>(hyper, gradient_scale), {}};
   const float* read = scales_data(op, "scales", scales, params);
   const float* write = scales_data(op, "new_scales", new_scales, params);
   Context context(params[0]);

@@ -161,8 +161,10 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
   Passes passes = chosen_passes(op, squares, only_pass, params);
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
-  LambHyper hyper{beta1, beta2, eps, weight_decay, grad_averaging, decoupled, use_nvlamb, maximize};
-  hyper.numbers = make_step_numbers(lr, step, {beta1, beta2, bias_correction});
+  LambHyper hyper{{beta1, beta2, eps, weight_decay, decoupled,
+                   make_step_numbers(lr, step, {beta1, beta2, bias_correction}), grad_averaging},
+                  use_nvlamb,
+                  maximize};
   set_device_numbers(op, hyper.numbers, {device_lr, device_step, inv_scale, found_inf}, like);
   hyper.max_grad_norm = max_grad_norm;
   hyper.device_max_grad_norm =
@@ -235,8 +237,7 @@ void lamb_stage1(const TensorList& grads, const TensorList& params, const Tensor
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
   check_grads(op, like.scalar_type(), grads[0].scalar_type());
-  LambHyper hyper{beta1, beta2, eps, 0.0, true, true};
-  hyper.numbers = make_step_numbers(0, step, {beta1, beta2, true});
+  LambHyper hyper{{beta1, beta2, eps, 0.0, true, make_step_numbers(0, step, {beta1, beta2, true})}};
   set_grad_norm(op, hyper, global_grad_norm, like);
   hyper.max_grad_norm = max_grad_norm;
   const float* decays =

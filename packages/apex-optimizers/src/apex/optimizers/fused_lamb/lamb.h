@@ -12,18 +12,15 @@
 #include <cmath>
 #include <limits>
 
-#include "apex/core/step_numbers.h"
-#include "apex/math/decay.h"
+#include "apex/math/adam.h"
 #include "apex/math/with_copy.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
 
 // The numbers of a step before they are rounded to the compute type.
-struct LambHyper {
-  double beta1, beta2, eps, weight_decay;
-  bool grad_averaging, decoupled, use_nvlamb = false, maximize = false;
-  StepNumbers numbers{};
+struct LambHyper : AdamHyper {
+  bool use_nvlamb = false, maximize = false;
   // Of all gradients as they are given, in either type; both null: no clipping.
   const float* global_grad_norm = nullptr;
   const double* global_grad_norm_wide = nullptr;
@@ -44,43 +41,10 @@ struct LambHyper {
   }
 };
 
-// Adam's update of one element, without learning rate.
+// Adam's update, which is also squared for its norm.
 template <class T>
-struct LambDirection {
-  T inverse_correction1, inverse_correction2, eps;
-  T decay;  // of the parameter; 0 where the decay is part of the gradient
-
-  APEX_HD T operator()(T p, T m, T v) const {
-    return add_decay((m * inverse_correction1) / (std::sqrt(v * inverse_correction2) + eps), decay,
-                     p);
-  }
-};
-
-template <class T>
-APEX_HD LambDirection<T> make_direction(const LambHyper& hyper) {
-  return {static_cast<T>(1 / hyper.numbers.correction(hyper.beta1, hyper.numbers.correction1)),
-          static_cast<T>(1 / hyper.numbers.correction(hyper.beta2, hyper.numbers.correction2)),
-          static_cast<T>(hyper.eps), static_cast<T>(hyper.decoupled ? hyper.weight_decay : 0)};
-}
-
-// New moments and their update, which is also squared for its norm.
-template <class T>
-struct LambMoments {
-  using value_type = T;
-
-  T gradient_factor;
-  T decay;  // added to the gradient; 0 where it is decoupled
-  // Computed in double: 1 - 0.9f is wrong in the seventh digit.
-  T beta1, beta2;
-  T alpha1, alpha2;  // weights of the gradient and of its square
-  LambDirection<T> direction;
-
-  APEX_HD T operator()(T& p, T& g, T& m, T& v) const {
-    T gradient = add_decay(gradient_factor * g, decay, p);
-    m = beta1 * m + alpha1 * gradient;
-    v = beta2 * v + alpha2 * gradient * gradient;
-    return direction(p, m, v);
-  }
+struct LambMoments : AdamUpdate<T> {
+  using AdamUpdate<T>::operator();
 
   APEX_HD void operator()(double (&squares)[2], T& p, T& g, T& m, T& v) const {
     double update = (*this)(p, g, m, v), param = p;
@@ -90,14 +54,8 @@ struct LambMoments {
 };
 
 template <class T>
-APEX_HD LambMoments<T> make_moments(const LambHyper& hyper) {
-  return {static_cast<T>(hyper.gradient_factor()),
-          static_cast<T>(hyper.decoupled ? 0 : hyper.weight_decay),
-          static_cast<T>(hyper.beta1),
-          static_cast<T>(hyper.beta2),
-          static_cast<T>(hyper.grad_averaging ? 1 - hyper.beta1 : 1),
-          static_cast<T>(1 - hyper.beta2),
-          make_direction<T>(hyper)};
+APEX_HD LambMoments<T> make_lamb_moments(const LambHyper& hyper) {
+  return {make_update<T>(hyper, hyper.gradient_factor())};
 }
 
 template <class T>
@@ -107,7 +65,7 @@ struct LambFirstPass {
   LambHyper hyper;
 
   APEX_HD bool skip() const { return hyper.numbers.skip(); }
-  APEX_HD LambMoments<T> prepare() const { return make_moments<T>(hyper); }
+  APEX_HD LambMoments<T> prepare() const { return make_lamb_moments<T>(hyper); }
 };
 
 // The learning rate of a tensor, from the squares of its parameter's and its update's norm.
@@ -162,9 +120,10 @@ struct LambSecondPass {
     double lr = hyper.numbers.learning_rate();
     bool adapts = hyper.use_nvlamb || hyper.weight_decay != 0;
     if constexpr (kMoments) {
-      return LambTensors<T, LambMoments<T>, kCopy>{lr, adapts, squares, make_moments<T>(hyper)};
+      return LambTensors<T, LambMoments<T>, kCopy>{lr, adapts, squares,
+                                                   make_lamb_moments<T>(hyper)};
     } else {
-      return LambTensors<T, LambDirection<T>, kCopy>{lr, adapts, squares, make_direction<T>(hyper)};
+      return LambTensors<T, AdamDirection<T>, kCopy>{lr, adapts, squares, make_direction<T>(hyper)};
     }
   }
 };

@@ -36,7 +36,7 @@ struct StageOne {
   LambHyper hyper;  // its weight_decay is not used
   const float* decays;
 
-  APEX_HD StageOneTensors<T> prepare() const { return {make_moments<T>(hyper), decays}; }
+  APEX_HD StageOneTensors<T> prepare() const { return {make_lamb_moments<T>(hyper), decays}; }
 };
 
 // p -= rate * update for one tensor.
