@@ -24,6 +24,8 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
+static_assert(ColumnRowOf<ColumnRow<float, 2>, float, 2>);
+
 // rowwise_colwise(), or rowwise() where nobody wants the sums.
 template <class Context, class Program>
 void rowwise_colwise(const Context& context, int64_t rows, int64_t columns, bool with_sums,

@@ -9,6 +9,13 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
+// What a column program sees of a row: all of its columns.
+template <class T, int>
+using ColumnRow = Row<T>;
+
+template <class P>
+concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
+
 template <class Program, class T>
 concept HasMerge =
     requires(const Program& program, Array<T, Program::kSums>& sums) { program.merge(sums, sums); };
@@ -105,12 +112,13 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
   });
 }
 
-template <class Context, class Program>
+template <class Context, ColumnProgram Program>
 void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   run_colwise<false>(context, rows, columns, program);
 }
 
 template <class Context, class Program>
+  requires RowProgram<Program> && ColumnProgram<Program>
 void rowwise_colwise(const Context& context, int64_t rows, int64_t columns,
                      const Program& program) {
   run_colwise<true>(context, rows, columns, program);

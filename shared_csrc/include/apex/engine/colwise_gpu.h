@@ -64,6 +64,9 @@ class ColumnRow {
   int64_t index_ = 0, columns_, column_;
 };
 
+template <class P>
+concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
+
 // partials: [splits, kSums, columns].
 template <class Program, class T>
 __global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
@@ -108,7 +111,7 @@ __global__ void colwise_merge(int64_t splits, int64_t columns, const T* partials
   program.finish(column, sums);
 }
 
-template <class Context, class Program>
+template <class Context, ColumnProgram Program>
 void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   if (columns == 0) return;
@@ -126,6 +129,7 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
 
 // Two launches: the rows are read again, mostly from the L2 cache.
 template <class Context, class Program>
+  requires RowProgram<Program> && ColumnProgram<Program>
 void rowwise_colwise(const Context& context, int64_t rows, int64_t columns,
                      const Program& program) {
   rowwise(context, rows, columns, program);

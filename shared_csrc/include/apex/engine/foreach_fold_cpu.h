@@ -3,13 +3,11 @@
 
 #include <tuple>
 
+#include "apex/engine/chunks_cpu.h"
 #include "apex/engine/foreach_cpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
-
-// What a tensor costs beside its elements, in elements: decides how threads share small tensors.
-inline constexpr int64_t kFoldTensorCost = 256;
 
 // Packs whose terms a lane adds up by themselves: more would lose digits of float64.
 inline constexpr int64_t kFoldRun = 32;
@@ -89,29 +87,16 @@ void foreach_fold(const Context& context, const TensorTable& table, const F& fun
   const auto plain = prepared(functor);
   const auto storage = table.storages<sizeof...(Columns)>();
 
-  int64_t tensors = table.tensors();
-  std::vector<int64_t> first_chunk(tensors + 1, 0), start(tensors + 1, 0);
-  for (int64_t t = 0; t < tensors; ++t) {
-    first_chunk[t + 1] = first_chunk[t] + (table.numel[t] + kFoldChunk - 1) / kFoldChunk;
-    start[t + 1] = start[t] + table.numel[t] + kFoldTensorCost;
-  }
-  std::vector<double> partials(first_chunk.back() * K);
-  // Threads share elements evenly; one takes the chunks that start within its share.
-  context.parallel_for(0, start.back(), kForeachGrain, [&](int64_t begin, int64_t end) {
-    int64_t t = std::upper_bound(start.begin(), start.end(), begin) - start.begin() - 1;
-    int64_t offset = (begin - start[t] + kFoldChunk - 1) / kFoldChunk * kFoldChunk;
-    for (; t < tensors && start[t] < end; ++t, offset = 0) {
-      const auto own = of_tensor(plain, t);
-      double* partial = partials.data() + (first_chunk[t] + offset / kFoldChunk) * K;
-      for (; offset < table.numel[t] && start[t] + offset < end; offset += kFoldChunk) {
-        int64_t to = std::min(offset + kFoldChunk, table.numel[t]);
-        Loop::run(own, table.row(t), storage, offset, to, partial);
-        partial += K;
-      }
-    }
-  });
+  std::vector<double> partials;
+  auto first_chunk = for_each_chunk(
+      context, table, kFoldChunk, kForeachGrain,
+      [&](int64_t chunks) { partials.resize(chunks * K); },
+      [&](int64_t t, int64_t index, int64_t begin, int64_t end) {
+        Loop::run(of_tensor(plain, t), table.row(t), storage, begin, end,
+                  partials.data() + index * K);
+      });
 
-  for (int64_t t = 0; t < tensors; ++t) {
+  for (int64_t t = 0; t < table.tensors(); ++t) {
     for (int k = 0; k < K; ++k) {
       double sum = 0;
       for (int64_t c = first_chunk[t]; c < first_chunk[t + 1]; ++c) {

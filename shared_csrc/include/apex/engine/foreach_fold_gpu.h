@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kForeachThreads)
   const Prepared plain = *reinterpret_cast<const Prepared*>(shared.bytes);
 
   const int tensor = batch.tensor_of_block();
-  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[tensor]) * kFoldChunk;
+  int64_t begin = batch.begin_of_block(tensor);
   int64_t end = min(begin + kFoldChunk, batch.numel[tensor]);
   double sums[K] = {};
   Kernel::run(of_tensor(plain, batch.first_tensor + tensor), batch.data[tensor], batch.storage,
@@ -69,20 +69,14 @@ __global__ void __launch_bounds__(kForeachThreads)
   }
 }
 
-// One block per tensor: its partial sums in a fixed order.
-template <int K, class Own, class F>
+// One block per tensor.
+template <int K, class Own, class F, class Batch>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_fold_tensors(ForeachBatch<1> batch, const double* partials, double* sums, F functor) {
+    foreach_fold_tensors(Batch batch, const double* partials, double* sums, F functor) {
   if (skipped(functor)) return;
   const int tensor = blockIdx.x;
-  int64_t begin = batch.first_block[tensor];
-  int64_t end = begin + (batch.numel[tensor] + kFoldChunk - 1) / kFoldChunk;
   for (int k = 0; k < K; ++k) {
-    double sum = 0;
-    for (int64_t i = begin + threadIdx.x; i < end; i += kForeachThreads) {
-      sum = fold_terms<Own>(sum, partials[i * K + k]);
-    }
-    sum = reduce_row(sum, FoldTerms<Own>{});
+    double sum = combine_partials(batch, tensor, partials + k, K, FoldTerms<Own>{});
     if (threadIdx.x == 0) sums[(batch.first_tensor + tensor) * K + k] = sum;
   }
 }
@@ -93,24 +87,7 @@ void foreach_fold(const Context& context, const TensorTable& table, const F& fun
   using Prepared = decltype(prepared(functor));
   using Own = decltype(of_tensor(prepared(functor), 0));
   constexpr int N = pack_size<typename Columns::storage...>();
-  using Batch = ForeachBatch<sizeof...(Columns)>;
-  int64_t tensor = 0;
-  while (tensor < table.tensors()) {
-    Batch batch;
-    ForeachBatch<1> counts;  // the same tensors, without their data
-    batch.tensors = 0;
-    batch.first_tensor = counts.first_tensor = tensor;
-    batch.storage = table.storages<sizeof...(Columns)>();
-    int64_t blocks = 0;
-    while (tensor < table.tensors() && batch.tensors < Batch::kTensors) {
-      std::copy_n(table.row(tensor), sizeof...(Columns), batch.data[batch.tensors]);
-      batch.numel[batch.tensors] = counts.numel[batch.tensors] = table.numel[tensor];
-      batch.first_block[batch.tensors] = counts.first_block[batch.tensors] = blocks;
-      blocks += (table.numel[tensor] + kFoldChunk - 1) / kFoldChunk;
-      ++batch.tensors;
-      ++tensor;
-    }
-    counts.tensors = batch.tensors;
+  for_each_batch<sizeof...(Columns)>(table, kFoldChunk, [&](const auto& batch, int64_t blocks) {
     double* partials = static_cast<double*>(context.workspace((blocks * K + 1) * sizeof(double)));
     if (blocks > 0) {
       launch(foreach_fold_chunks<K, Prepared, N, F, Columns...>,
@@ -118,10 +95,10 @@ void foreach_fold(const Context& context, const TensorTable& table, const F& fun
              partials, functor);
       context.check_launch("foreach_fold_chunks");
     }
-    launch(foreach_fold_tensors<K, Own, F>, dim3(batch.tensors), dim3(kForeachThreads), 0,
-           context.stream(), counts, partials, sums, functor);
+    launch(foreach_fold_tensors<K, Own, F, ForeachBatch<sizeof...(Columns)>>, dim3(batch.tensors),
+           dim3(kForeachThreads), 0, context.stream(), batch, partials, sums, functor);
     context.check_launch("foreach_fold_tensors");
-  }
+  });
 }
 
 }  // namespace APEX_BACKEND_NS

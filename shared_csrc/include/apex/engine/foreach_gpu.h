@@ -1,51 +1,15 @@
 // foreach on a GPU: launches over as many tensors as fit into kernel parameters, 16 bytes a thread.
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
-#include "apex/core/gpu.h"
+#include "apex/engine/batches_gpu.h"
 #include "apex/engine/columns.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int kForeachThreads = 256;
 inline constexpr int kForeachPacks = 4;  // packs per thread: several loads in flight
-// Kernel parameters may take 4 KiB on every GPU; some room is for the functor.
-inline constexpr size_t kForeachTableBytes = 3584;
-
-template <int kColumns>
-constexpr int foreach_tensors() {
-  return static_cast<int>(kForeachTableBytes / (kColumns * sizeof(void*) + 2 * sizeof(int64_t)));
-}
-
-// A batch of tensors by value. Travelling as a kernel parameter it needs no copy to the device, no
-// synchronisation, and is safe under graph capture.
-template <int kColumns>
-struct ForeachBatch {
-  static constexpr int kTensors = foreach_tensors<kColumns>();
-  void* data[kTensors][kColumns];
-  int64_t numel[kTensors];
-  int64_t first_block[kTensors];  // prefix sum of blocks
-  int64_t first_tensor;           // row of the table that data[0] is
-  Array<Storage, kColumns> storage;
-  int tensors;
-
-  // The tensor that the calling block works on.
-  APEX_DEVICE int tensor_of_block() const {
-    int low = 0, high = tensors - 1;
-    while (low < high) {
-      int middle = (low + high + 1) / 2;
-      if (first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
-  }
-};
 
 // Loads and stores of one column, N elements at once where there are as many.
 template <class T, int N, class Column>
@@ -186,8 +150,7 @@ __global__ void __launch_bounds__(kForeachThreads)
   const Prepared plain = *reinterpret_cast<const Prepared*>(shared.bytes);
 
   const int tensor = batch.tensor_of_block();
-  constexpr int64_t kElements = int64_t{kForeachThreads} * kForeachPacks * N;
-  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[tensor]) * kElements;
+  int64_t begin = batch.begin_of_block(tensor);
   const Own own = of_tensor(plain, batch.first_tensor + tensor);
   int flags = Kernel::run(own, batch.data[tensor], batch.storage, begin, batch.numel[tensor]);
   if constexpr (Kernel::kFlags) {
@@ -200,30 +163,12 @@ void foreach(const Context& context, const TensorTable& table, const F& functor)
   using Prepared = decltype(prepared(functor));
   constexpr int N = pack_size<typename Columns::storage...>();
   constexpr int64_t kElements = int64_t{kForeachThreads} * kForeachPacks * N;
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
-  using Batch = ForeachBatch<sizeof...(Columns)>;
-  Batch batch;
-  int64_t tensor = 0;
-  while (tensor < table.tensors()) {
-    batch.tensors = 0;
-    batch.first_tensor = tensor;
-    batch.storage = table.storages<sizeof...(Columns)>();
-    int64_t blocks = 0;
-    while (tensor < table.tensors() && batch.tensors < Batch::kTensors) {
-      int64_t needed = (table.numel[tensor] + kElements - 1) / kElements;
-      if (batch.tensors > 0 && blocks + needed > kMaxBlocks) break;
-      std::copy_n(table.row(tensor), sizeof...(Columns), batch.data[batch.tensors]);
-      batch.numel[batch.tensors] = table.numel[tensor];
-      batch.first_block[batch.tensors] = blocks;
-      blocks += needed;
-      ++batch.tensors;
-      ++tensor;
-    }
-    if (blocks == 0) continue;  // tensors without elements
+  for_each_batch<sizeof...(Columns)>(table, kElements, [&](const auto& batch, int64_t blocks) {
+    if (blocks == 0) return;  // tensors without elements
     launch(foreach_kernel<Prepared, N, F, Columns...>, dim3(static_cast<unsigned>(blocks)),
            dim3(kForeachThreads), 0, context.stream(), batch, functor);
     context.check_launch("foreach");
-  }
+  });
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "apex/core/pack.h"
+#include "apex/engine/chunks_cpu.h"
 #include "apex/engine/columns.h"
 
 namespace apex {
@@ -13,8 +14,6 @@ inline namespace APEX_BACKEND_NS {
 inline constexpr int kReduceStreams = 4;
 // Work per thread, in elements, below which a second thread costs more than it brings.
 inline constexpr int64_t kReduceGrain = 32768;
-// What a tensor costs beside its elements, in elements: decides how threads share small tensors.
-inline constexpr int64_t kReduceTensorCost = 256;
 
 // Terms that a lane adds up in T before they go on in double: more would lose digits.
 inline constexpr int64_t kReduceRun = 16;
@@ -113,30 +112,17 @@ double reduce_chunk(const F& functor, const S* data, int64_t count) {
 template <class S, class Context, class F, class R>
 void foreach_reduce(const Context& context, const TensorTable& table, const F& functor,
                     R* per_tensor, R* total) {
-  int64_t tensors = table.tensors();
-  std::vector<int64_t> first_chunk(tensors + 1, 0), start(tensors + 1, 0);
-  for (int64_t t = 0; t < tensors; ++t) {
-    first_chunk[t + 1] = first_chunk[t] + (table.numel[t] + kReduceChunk - 1) / kReduceChunk;
-    start[t + 1] = start[t] + table.numel[t] + kReduceTensorCost;
-  }
-  std::vector<double> partials(first_chunk.back());
-  // Threads share elements evenly; one takes the chunks that start within its share.
-  context.parallel_for(0, start.back(), kReduceGrain, [&](int64_t begin, int64_t end) {
-    int64_t t = std::upper_bound(start.begin(), start.end(), begin) - start.begin() - 1;
-    int64_t offset = (begin - start[t] + kReduceChunk - 1) / kReduceChunk * kReduceChunk;
-    for (; t < tensors && start[t] < end; ++t, offset = 0) {
-      const S* data = static_cast<const S*>(table.row(t)[0]);
-      double* partial = partials.data() + first_chunk[t] + offset / kReduceChunk;
-      for (; offset < table.numel[t] && start[t] + offset < end; offset += kReduceChunk) {
-        int64_t count = std::min(kReduceChunk, table.numel[t] - offset);
-        *partial++ = reduce_chunk(functor, data + offset, count);
-      }
-    }
-  });
+  std::vector<double> partials;
+  auto first_chunk = for_each_chunk(
+      context, table, kReduceChunk, kReduceGrain, [&](int64_t chunks) { partials.resize(chunks); },
+      [&](int64_t t, int64_t index, int64_t begin, int64_t end) {
+        const S* data = static_cast<const S*>(table.row(t)[0]);
+        partials[index] = reduce_chunk(functor, data + begin, end - begin);
+      });
 
   double combined = 0;
   bool finite = true;
-  for (int64_t t = 0; t < tensors; ++t) {
+  for (int64_t t = 0; t < table.tensors(); ++t) {
     double own = 0;
     for (int64_t chunk = first_chunk[t]; chunk < first_chunk[t + 1]; ++chunk) {
       own = F::combine(own, partials[chunk]);

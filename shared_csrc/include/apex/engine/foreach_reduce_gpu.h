@@ -10,6 +10,11 @@ inline namespace APEX_BACKEND_NS {
 // would ask too much of GPUs whose double arithmetic is slow.
 inline constexpr int kReduceRun = 4;
 
+template <class F>
+struct Combine {
+  APEX_DEVICE double operator()(double a, double b) const { return F::combine(a, b); }
+};
+
 // The calling thread's share of data[begin:end), combined.
 template <class F, class S>
 APEX_DEVICE double reduce_share(const F& functor, const S* data, int64_t begin, int64_t end) {
@@ -41,7 +46,7 @@ APEX_DEVICE double reduce_share(const F& functor, const S* data, int64_t begin, 
 template <class F, class S>
 APEX_DEVICE double reduce_chunk(const F& functor, const S* data, int64_t begin, int64_t end) {
   double share = reduce_share(functor, data, begin, end);
-  double partial = reduce_row(share, [](double a, double b) { return F::combine(a, b); });
+  double partial = reduce_row(share, Combine<F>{});
   if constexpr (requires { functor.wide(); } && !std::is_same_v<typename F::value_type, double>) {
     if (!F::is_reliable(partial)) return reduce_chunk(functor.wide(), data, begin, end);
   }
@@ -52,29 +57,23 @@ template <class F, class S>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_chunks(ForeachBatch<1> batch, double* partials, F functor) {
   const int tensor = batch.tensor_of_block();
-  int64_t begin = (static_cast<int64_t>(blockIdx.x) - batch.first_block[tensor]) * kReduceChunk;
+  int64_t begin = batch.begin_of_block(tensor);
   int64_t end = min(begin + kReduceChunk, batch.numel[tensor]);
   double partial = reduce_chunk(functor, static_cast<const S*>(batch.data[tensor][0]), begin, end);
   if (threadIdx.x == 0) partials[blockIdx.x] = partial;
 }
 
-// One block per tensor: its partial results in a fixed order.
+// One block per tensor.
 template <class F>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_tensors(ForeachBatch<1> batch, const double* partials, double* combined,
                            F functor) {
-  int tensor = blockIdx.x;
-  int64_t begin = batch.first_block[tensor];
-  int64_t end = begin + (batch.numel[tensor] + kReduceChunk - 1) / kReduceChunk;
-  double result = 0;
-  for (int64_t i = begin + threadIdx.x; i < end; i += kForeachThreads) {
-    result = F::combine(result, partials[i]);
-    if constexpr (requires { functor.flag; }) {
-      if (functor.flag != nullptr && !is_finite(partials[i])) *functor.flag = 1;
-    }
+  double result = combine_partials(batch, blockIdx.x, partials, 1, Combine<F>{});
+  if (threadIdx.x != 0) return;
+  combined[batch.first_tensor + blockIdx.x] = result;
+  if constexpr (requires { functor.flag; }) {
+    if (functor.flag != nullptr && !is_finite(result)) *functor.flag = 1;
   }
-  result = reduce_row(result, [](double a, double b) { return F::combine(a, b); });
-  if (threadIdx.x == 0) combined[tensor] = result;
 }
 
 template <class F, class R>
@@ -86,29 +85,16 @@ __global__ void __launch_bounds__(kForeachThreads)
     result = F::combine(result, combined[t]);
     if (per_tensor != nullptr) per_tensor[t] = static_cast<R>(functor.finish(combined[t]));
   }
-  result = reduce_row(result, [](double a, double b) { return F::combine(a, b); });
+  result = reduce_row(result, Combine<F>{});
   if (threadIdx.x == 0) *total = static_cast<R>(functor.finish(result));
 }
 
 template <class S, class Context, class F, class R>
 void foreach_reduce(const Context& context, const TensorTable& table, const F& functor,
                     R* per_tensor, R* total) {
-  using Batch = ForeachBatch<1>;
   int64_t tensors = table.tensors();
   double* combined = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
-  int64_t tensor = 0;
-  while (tensor < tensors) {
-    Batch batch;
-    batch.tensors = 0;
-    int64_t blocks = 0, first = tensor;
-    while (tensor < tensors && batch.tensors < Batch::kTensors) {
-      batch.data[batch.tensors][0] = table.row(tensor)[0];
-      batch.numel[batch.tensors] = table.numel[tensor];
-      batch.first_block[batch.tensors] = blocks;
-      blocks += (table.numel[tensor] + kReduceChunk - 1) / kReduceChunk;
-      ++batch.tensors;
-      ++tensor;
-    }
+  for_each_batch<1>(table, kReduceChunk, [&](const auto& batch, int64_t blocks) {
     double* partials = static_cast<double*>(context.workspace((blocks + 1) * sizeof(double)));
     if (blocks > 0) {
       launch(foreach_reduce_chunks<F, S>, dim3(static_cast<unsigned>(blocks)),
@@ -116,9 +102,9 @@ void foreach_reduce(const Context& context, const TensorTable& table, const F& f
       context.check_launch("foreach_reduce_chunks");
     }
     launch(foreach_reduce_tensors<F>, dim3(batch.tensors), dim3(kForeachThreads), 0,
-           context.stream(), batch, partials, combined + first, functor);
+           context.stream(), batch, partials, combined, functor);
     context.check_launch("foreach_reduce_tensors");
-  }
+  });
   launch(foreach_reduce_total<F, R>, dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
          combined, per_tensor, total, functor);
   context.check_launch("foreach_reduce_total");

@@ -10,13 +10,7 @@
 //            row.out(output), x, row.shared(weight));
 //   row.once([&] { means[row.index()] = mean; });
 //
-// row.in(matrix) reads a row without staging (of a matrix with gaps between rows: row.in(matrix,
-// stride), and row.out(matrix, stride) writes one; read or written by a long functor:
-// row.ahead(view)), row.max and row.sums<N> reduce,
-// row.stage_result stages what an `each` writes, row.fold reduces several numbers that depend on
-// each other, row.at repeats an `each` for one column, and every functor sees numbers of type T. A
-// functor of `each` gets its arguments by reference where it writes them. Programs are copied to
-// the GPU by value: members are pointers and numbers.
+// row_concepts.h lists what a row offers.
 #pragma once
 
 #include "apex/core/config.h"
@@ -26,3 +20,11 @@
 #else
 #include "apex/engine/rowwise_cpu.h"
 #endif
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+static_assert(RowOf<Row<float>, float> && RowOf<Row<double>, double>);
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

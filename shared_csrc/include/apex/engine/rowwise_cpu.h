@@ -8,6 +8,7 @@
 
 #include "apex/engine/fold_cpu.h"
 #include "apex/engine/lanes_cpu.h"
+#include "apex/engine/row_concepts.h"
 #include "apex/engine/sums_cpu.h"
 
 namespace apex {
@@ -286,7 +287,10 @@ class Row {
   mutable bool is_asked_ = false, is_backed_ = false;
 };
 
-template <class Context, class Program>
+template <class P>
+concept RowProgram = RowProgramOn<P, Row<typename P::value_type>>;
+
+template <class Context, RowProgram Program>
 void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   int64_t grain = std::max<int64_t>(1, kRowwiseGrain / std::max<int64_t>(columns, 1));

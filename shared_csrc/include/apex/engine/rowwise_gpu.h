@@ -7,6 +7,7 @@
 
 #include "apex/core/gpu.h"
 #include "apex/engine/packs_gpu.h"
+#include "apex/engine/row_concepts.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -232,7 +233,10 @@ __global__ void __launch_bounds__(kRowwiseThreads)
   }
 }
 
-template <class Context, class Program>
+template <class P>
+concept RowProgram = RowProgramOn<P, Row<typename P::value_type>>;
+
+template <class Context, RowProgram Program>
 void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   if (rows == 0) return;

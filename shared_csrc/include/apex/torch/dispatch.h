@@ -44,6 +44,11 @@ constexpr ScalarType scalar_type_of() {
   return ScalarType::Long;
 }
 
+// What statistics of x are kept in, such as means: the type that x is computed in.
+inline ScalarType statistics_dtype(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
 // A tool that watches memory calls it by its operand's name.
 inline void* named(void* data, [[maybe_unused]] const char* name) {
 #if defined(APEX_NAME_OPERAND)

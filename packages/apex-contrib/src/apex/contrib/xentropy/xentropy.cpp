@@ -82,11 +82,6 @@ void dispatch_pair(const char* op, ScalarType logits, ScalarType losses, Body&& 
   });
 }
 
-// Statistics of rows are kept in the type that the logits are computed in.
-ScalarType statistics_dtype(const Tensor& logits) {
-  return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& labels,
                                            double smoothing, std::optional<int64_t> padding_idx,
                                            bool half_to_float) {

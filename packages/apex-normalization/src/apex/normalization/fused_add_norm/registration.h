@@ -17,10 +17,6 @@ inline namespace APEX_BACKEND_NS {
 
 using OptionalTensor = std::optional<Tensor>;
 
-inline ScalarType statistics_dtype(ScalarType x) {
-  return x == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 // Calls body<X, S, W>(): one type for all; for 16-bit x also float32 weights, and float32 weights
 // with a float32 sum. Python casts other combinations to one of these.
 template <class Body>
@@ -59,7 +55,7 @@ struct Operands {
   }
   void check_statistics(const char* name, const Tensor& tensor) const {
     check_tensors(op, {{name, tensor}});
-    check_like(op, name, tensor, rows, statistics_dtype(x.scalar_type()), x);
+    check_like(op, name, tensor, rows, statistics_dtype(x), x);
   }
   template <class W, class T>
   Affine<W, T> affine(const OptionalTensor& bias) const {
@@ -67,7 +63,7 @@ struct Operands {
     return {pointer(weight), pointer(bias.value_or(weight)), ValueOr<T>(true, T(1)),
             ValueOr<T>(bias.has_value(), T(0))};
   }
-  Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x.scalar_type())); }
+  Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x)); }
 
   template <class Body>
   void dispatch(Body&& body) const {

@@ -35,10 +35,6 @@ Affine<W, T> affine_of(const OptionalTensor& weight, const OptionalTensor& bias,
           ValueOr<T>(weight.has_value(), T(1)), ValueOr<T>(bias.has_value(), T(0))};
 }
 
-ScalarType statistics_dtype(ScalarType x) {
-  return x == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 // Calls body<X, W>() for equal dtypes and for a 16-bit input with a float32 weight; Python casts
 // other pairs to one of these.
 template <class Body>
@@ -66,9 +62,9 @@ struct Operands {
     if (bias) check_like(op, "bias", *bias, columns, weight_dtype, x);
   }
   void check_statistics(const char* name, const Tensor& tensor) const {
-    check_like(op, name, tensor, rows, statistics_dtype(x_dtype), x);
+    check_like(op, name, tensor, rows, statistics_dtype(x), x);
   }
-  Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x_dtype)); }
+  Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x)); }
 };
 
 Operands forward_operands(const char* op, const Tensor& x, const OptionalTensor& weight,

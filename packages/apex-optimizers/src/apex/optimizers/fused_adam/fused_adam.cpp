@@ -95,7 +95,10 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
   if (params.empty()) return;
   AdamHyper hyper{beta1, beta2, eps, weight_decay, decoupled, {}};
   hyper.numbers.bias_correction = bias_correction;
-  set_device_numbers(op, hyper.numbers, {lr, step, inv_scale, found_inf}, params[0]);
+  hyper.numbers.device_lr = number_near<float>(op, "lr", lr, params[0]);
+  hyper.numbers.device_step = number_near<int>(op, "step", step, params[0]);
+  hyper.numbers.inverse_scale = optional_number<float>(op, "inv_scale", inv_scale, params[0]);
+  hyper.numbers.found_inf = optional_number<float>(op, "found_inf", found_inf, params[0]);
   const double sign = maximize ? -1 : 1;
   Context context(params[0]);
   dispatch_adam(op, params, grads, exp_avgs, exp_avg_sqs, [&]<class P, class M>() {

@@ -25,10 +25,7 @@ struct Shape {
   bool channel_last;
   int64_t channels, rows, columns;
 
-  ScalarType statistics_dtype() const {
-    return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  }
-  Tensor statistics(int64_t numel) const { return empty(x, {numel}, statistics_dtype()); }
+  Tensor statistics(int64_t numel) const { return empty(x, {numel}, statistics_dtype(x)); }
   Tensor per_channel() const { return statistics(channels); }
   // See parts.h. Short rows are reduced as columns, of which each channel has several.
   bool has_short_rows() const { return !channel_last && rows > 0 && columns < kShortRow; }
@@ -59,7 +56,7 @@ struct Shape {
   // A per-channel vector's memory.
   template <class T>
   const T* vector(const char* name, const Tensor& tensor) const {
-    check_operand(name, tensor, channels, statistics_dtype());
+    check_operand(name, tensor, channels, statistics_dtype(x));
     return data<T>(tensor, name);
   }
 };
@@ -141,7 +138,7 @@ std::tuple<Tensor, Tensor> welford_mean_var(const Tensor& input, bool channel_la
 std::tuple<Tensor, Tensor, Tensor> welford_parallel(const Tensor& mean, const Tensor& biased_var,
                                                     const Tensor& count, double eps) {
   Shape shape = shape_of("welford_parallel", mean, true);
-  check(mean.scalar_type() == shape.statistics_dtype(), shape.op,
+  check(mean.scalar_type() == statistics_dtype(shape.x), shape.op,
         ": mean must be float32 or float64, got ", describe(mean), ".");
   shape.check_like_input("biased_var", biased_var);
   shape.check_operand("count", count, shape.rows, ScalarType::Long);
