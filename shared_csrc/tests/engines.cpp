@@ -186,7 +186,8 @@ void test_all() {
     test_foreach<S>(context, std::vector<int64_t>(100, 3));
     test_foreach<S>(context, {});
     for (int64_t rows : {0, 1, 130}) {
-      for (int64_t columns : {1, 64, 65, 331}) test_matrix<S>(context, rows, columns);
+      for (int64_t columns : {1, 2, 15, 16, 17, 63, 64, 65, 95, 331})
+        test_matrix<S>(context, rows, columns);
     }
     test_matrix<S>(context, 3, 0);
   }

@@ -37,13 +37,18 @@
 #define APEX_BACKEND_NS APEX_CONCAT(cpu_, APEX_ISA)
 #endif
 
-// The loops of the engines are free of aliasing between operands of different tensors.
+// The loops of the engines are free of aliasing between operands of different tensors. GCC unrolls
+// loops over few lanes before it vectorizes, unless told not to, and what is left of them is
+// scalar.
 #if defined(__clang__)
 #define APEX_VECTORIZE _Pragma("clang loop vectorize(enable)")
+#define APEX_VECTORIZE_FEW APEX_VECTORIZE
 #elif defined(__GNUC__)
 #define APEX_VECTORIZE _Pragma("GCC ivdep")
+#define APEX_VECTORIZE_FEW _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
 #else
 #define APEX_VECTORIZE
+#define APEX_VECTORIZE_FEW
 #endif
 
 #if defined(APEX_CUDA)

@@ -3,71 +3,14 @@
 
 #include "apex/core/storage.h"
 
-#if defined(APEX_CPU) && defined(__F16C__)
-#include <immintrin.h>
+#if defined(APEX_CPU)
+#include "apex/core/pack_cpu.h"
 #endif
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-#if defined(APEX_CPU)
-
-// Elements per pack: four AVX-512 registers of float, enough to hide latency without spilling.
-inline constexpr int kPack = 64;
-
-template <int N, class T, class S>
-APEX_HD void load_pack(const S* source, T (&values)[N]) {
-  APEX_VECTORIZE
-  for (int i = 0; i < N; ++i) values[i] = convert<T>(source[i]);
-}
-
-template <int N, class T, class S>
-APEX_HD void store_pack(S* target, const T (&values)[N]) {
-  APEX_VECTORIZE
-  for (int i = 0; i < N; ++i) target[i] = convert<S>(values[i]);
-}
-
-#if defined(__F16C__)
-// Compilers do not vectorize _Float16 conversions before GCC 13. Vectors are as wide as those of
-// the loops around: reading two stores by one load stalls. The masked intrinsics are the plain ones
-// to the compiler, without GCC 12's warning about the undefined operand of the latter.
-template <int N>
-APEX_HD void load_pack(const Half* source, float (&values)[N]) {
-#if defined(__AVX512F__)
-  static_assert(N % 16 == 0);
-  for (int i = 0; i < N; i += 16) {
-    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i));
-    _mm512_storeu_ps(values + i, _mm512_maskz_cvtph_ps(0xffff, bits));
-  }
-#else
-  static_assert(N % 8 == 0);
-  for (int i = 0; i < N; i += 8) {
-    __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    _mm256_storeu_ps(values + i, _mm256_cvtph_ps(bits));
-  }
-#endif
-}
-
-template <int N>
-APEX_HD void store_pack(Half* target, const float (&values)[N]) {
-#if defined(__AVX512F__)
-  static_assert(N % 16 == 0);
-  for (int i = 0; i < N; i += 16) {
-    __m512 floats = _mm512_loadu_ps(values + i);
-    __m256i bits = _mm512_maskz_cvtps_ph(0xffff, floats, _MM_FROUND_TO_NEAREST_INT);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i), bits);
-  }
-#else
-  static_assert(N % 8 == 0);
-  for (int i = 0; i < N; i += 8) {
-    __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), bits);
-  }
-#endif
-}
-#endif  // __F16C__
-
-#else  // a GPU
+#if defined(APEX_GPU)
 
 // AnyFloat counts as 16 bits: packs of 16 elements for the sake of 8-bit operands would take too
 // many registers.
@@ -119,8 +62,9 @@ APEX_HD void load_some(const S* source, T (&values)[N], int count) {
 #pragma unroll
   for (int i = 0; i < N; ++i) values[i] = i < count ? convert<T>(source[i]) : T(0);
 #else
-  for (int i = 0; i < count; ++i) values[i] = convert<T>(source[i]);
-  for (int i = count; i < N; ++i) values[i] = T(0);
+  static_assert(N % kGroup == 0);
+  load_groups(source, values, count);
+  for (int i = round_to_groups(count); i < N; ++i) values[i] = T(0);
 #endif
 }
 
@@ -132,7 +76,7 @@ APEX_HD void store_some(S* target, const T (&values)[N], int count) {
     if (i < count) target[i] = convert<S>(values[i]);
   }
 #else
-  for (int i = 0; i < count; ++i) target[i] = convert<S>(values[i]);
+  store_groups(target, values, count);
 #endif
 }
 

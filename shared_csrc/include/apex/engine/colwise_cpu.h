@@ -44,28 +44,28 @@ std::unique_ptr<T[], DeleteSums> zero_sums(int64_t count) {
   return std::unique_ptr<T[], DeleteSums>(new (kSumsAlignment) T[count]());
 }
 
-// One column's numbers of `from`, which is [N, columns].
+// One column's numbers of `from`, which is [N, stride].
 template <class T, int N, class S>
-APEX_HD Array<T, N> column_of(const S* from, int64_t columns, int64_t column) {
+APEX_HD Array<T, N> column_of(const S* from, int64_t stride, int64_t column) {
   Array<T, N> sums;
-  for (int n = 0; n < N; ++n) sums[n] = static_cast<T>(from[n * columns + column]);
+  for (int n = 0; n < N; ++n) sums[n] = static_cast<T>(from[n * stride + column]);
   return sums;
 }
 
 // total[:, column] := merge(total, part) for columns [begin, end).
 template <class Program, class S, class P>
-void merge_buffers(const Program& program, S* total, const P* part, int64_t columns, int64_t begin,
+void merge_buffers(const Program& program, S* total, const P* part, int64_t stride, int64_t begin,
                    int64_t end) {
   constexpr int N = Program::kSums;
   using T = typename Program::value_type;
   APEX_VECTORIZE
   for (int64_t column = begin; column < end; ++column) {
     if constexpr (HasMerge<Program, T>) {
-      Array<T, N> a = column_of<T, N>(total, columns, column);
-      program.merge(a, column_of<T, N>(part, columns, column));
-      for (int n = 0; n < N; ++n) total[n * columns + column] = a[n];
+      Array<T, N> a = column_of<T, N>(total, stride, column);
+      program.merge(a, column_of<T, N>(part, stride, column));
+      for (int n = 0; n < N; ++n) total[n * stride + column] = a[n];
     } else {
-      for (int n = 0; n < N; ++n) total[n * columns + column] += part[n * columns + column];
+      for (int n = 0; n < N; ++n) total[n * stride + column] += part[n * stride + column];
     }
   }
 }
@@ -79,13 +79,14 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
   using T = typename Program::value_type;
   using S = Total<Program, T>;
   constexpr int N = Program::kSums;
+  const int64_t stride = sums_stride(columns);
   int64_t wanted = rows * columns / kRowwiseGrain;
   int64_t parts = std::clamp<int64_t>(wanted, 1, std::min<int64_t>(context.threads(), 1024));
-  auto totals = zero_sums<S>(parts * N * columns);
-  auto totals_of = [&](int64_t part) { return totals.get() + part * N * columns; };
+  auto totals = zero_sums<S>(parts * N * stride);
+  auto totals_of = [&](int64_t part) { return totals.get() + part * N * stride; };
 
   context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    auto block = zero_sums<T>(N * columns);
+    auto block = zero_sums<T>(N * stride);
     for (int64_t part = first; part < last; ++part) {
       Row<T> row(rows, columns, block.get());
       int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
@@ -95,8 +96,8 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
         if constexpr (!kRows || !kColumnsInRow<Program>) program.column_sums(row);
         if ((index - begin + 1) % kRowsPerMerge<Program, T> != 0 && index + 1 != end) continue;
         row.order_sums(N);
-        merge_buffers(program, totals_of(part), block.get(), columns, 0, columns);
-        std::fill_n(block.get(), N * columns, T(0));
+        merge_buffers(program, totals_of(part), block.get(), stride, 0, columns);
+        std::fill_n(block.get(), N * stride, T(0));
       }
     }
     if constexpr (kRows) finish_streams();
@@ -104,10 +105,10 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
   int64_t grain = std::max<int64_t>(1, kRowwiseGrain / parts);
   context.parallel_for(0, columns, grain, [&](int64_t begin, int64_t end) {
     for (int64_t part = 1; part < parts; ++part) {
-      merge_buffers(program, totals_of(0), totals_of(part), columns, begin, end);
+      merge_buffers(program, totals_of(0), totals_of(part), stride, begin, end);
     }
     for (int64_t column = begin; column < end; ++column) {
-      program.finish(column, column_of<T, N>(totals_of(0), columns, column));
+      program.finish(column, column_of<T, N>(totals_of(0), stride, column));
     }
   });
 }

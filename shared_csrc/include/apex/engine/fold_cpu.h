@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "apex/engine/lanes_cpu.h"
+#include "apex/engine/tails_cpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -28,10 +29,10 @@ struct FoldLanes {
     for (int n = 0; n < N; ++n) numbers[n][lane] = state[n];
   }
 
-  template <class F, class Pack>
-  APEX_HD void add(const F& functor, Pack& pack, int lane) {
+  template <class F, class... Values>
+  APEX_HD void add(const F& functor, int lane, Values&... values) {
     Array<T, N> state = get(lane);
-    pack.call_into(functor, state, lane);
+    functor(state, values...);
     set(lane, state);
   }
 
@@ -41,7 +42,7 @@ struct FoldLanes {
   APEX_HD void merge_down(const Merge& merge, int64_t count) {
     if constexpr (kWidth > 0) {
       if (count > kWidth) {
-        APEX_VECTORIZE
+        APEX_VECTORIZE_FEW
         for (int lane = 0; lane < kWidth; ++lane) set(lane, merge(get(lane), get(lane + kWidth)));
       }
       merge_down<kWidth / 2>(merge, count);
@@ -50,19 +51,28 @@ struct FoldLanes {
 };
 
 // The state of columns [begin, end).
-template <int N, class T, class F, class Merge, class Pack>
+template <int N, class T, class F, class Merge, class... Views>
 Array<T, N> fold_span(int64_t begin, int64_t end, const Array<T, N>& empty, const F& functor,
-                      const Merge& merge, Pack& pack) {
+                      const Merge& merge, const Views&... views) {
   FoldLanes<T, N> lanes(empty);
+  Lanes<T, Views...> pack(views...);
   int64_t column = begin;
   for (; column + kPack <= end; column += kPack) {
     pack.at(column);
     APEX_VECTORIZE
-    for (int lane = 0; lane < kPack; ++lane) lanes.add(functor, pack, lane);
+    for (int lane = 0; lane < kPack; ++lane) {
+      pack.call([&](auto&... values) { lanes.add(functor, lane, values...); }, lane);
+    }
   }
   if (int count = static_cast<int>(end - column); count > 0) {
-    pack.at(column, count);
-    for (int lane = 0; lane < count; ++lane) lanes.add(functor, pack, lane);
+    auto body = [&, count](int lane, auto&... values) {
+      const Array<T, N> before = lanes.get(lane);
+      Array<T, N> state = before;
+      functor(state, values...);
+      for (int n = 0; n < N; ++n) state[n] = lane < count ? state[n] : before[n];
+      lanes.set(lane, state);
+    };
+    each_of_tail<T>(column, count, body, views...);
   }
   lanes.template merge_down<kPack / 2>(merge, end - begin);
   return lanes.get(0);
@@ -72,13 +82,12 @@ Array<T, N> fold_span(int64_t begin, int64_t end, const Array<T, N>& empty, cons
 template <int N, class T, class F, class Merge, class... Views>
 Array<T, N> fold_columns(int64_t columns, const Array<T, N>& empty, const F& functor,
                          const Merge& merge, const Views&... views) {
-  Lanes<T, Views...> pack(views...);
   int64_t end = std::min(columns, kFoldSpan);
-  Array<T, N> state = fold_span(0, end, empty, functor, merge, pack);
+  Array<T, N> state = fold_span(0, end, empty, functor, merge, views...);
   while (end < columns) {
     int64_t begin = end;
     end = std::min(columns, begin + kFoldSpan);
-    state = merge(state, fold_span(begin, end, empty, functor, merge, pack));
+    state = merge(state, fold_span(begin, end, empty, functor, merge, views...));
   }
   return state;
 }

@@ -24,7 +24,7 @@ inline constexpr bool kBuffered =
 template <class T, class Indices, class... Views>
 class LanesOf;
 
-// Usage: at(column) or at(column, count); call(functor, lane) for every lane; done().
+// Usage: at(column); each(body), or call(functor, lane) for every lane; done().
 template <class T, size_t... I, class... Views>
 class LanesOf<T, std::index_sequence<I...>, Views...> {
  public:
@@ -38,11 +38,6 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
     (prefetch<I, Views>(), ...);
     (fill<I, Views>(), ...);
     (aim<I, Views>(), ...);
-  }
-  void at(int64_t column, int count) {
-    column_ = column;
-    (fill<I, Views>(count), ...);
-    ((targets_[I] = source<I, Views>()), ...);
   }
 
   // functor(T& value0, T& value1, ...) on one lane; written values go back where they belong.
@@ -90,14 +85,7 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
       std::is_same_v<T, float> &&
       ((std::is_same_v<typename Views::storage, BFloat16> && !is_ahead_v<Views>) && ...);
 
-  // The same with running sums as the functor's first argument.
-  template <class F, class Sums>
-  APEX_HD void call_into(const F& functor, Sums& sums, int lane) {
-    call([&](auto&... values) { functor(sums, values...); }, lane);
-  }
-
   void done() { (drain<I, Views>(), ...); }
-  void done(int count) { (drain<I, Views>(count), ...); }
 
  private:
   static const void* erased(const void* pointer) { return pointer; }
@@ -172,22 +160,17 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
     for (int b = 0; b < kBytes; b += 64) __builtin_prefetch(next + b, View::kWritten, 2);
   }
 
-  template <size_t K, class View, class... Count>
-  APEX_HD void fill(Count... count) {
-    if constexpr (View::kRead && kBuffered<View, T>) {
-      if constexpr (sizeof...(Count) == 0) load_pack(source<K, View>(), buffers_[K]);
-      if constexpr (sizeof...(Count) == 1) load_some(source<K, View>(), buffers_[K], count...);
-    }
+  template <size_t K, class View>
+  APEX_HD void fill() {
+    if constexpr (View::kRead && kBuffered<View, T>) load_pack(source<K, View>(), buffers_[K]);
   }
 
-  template <size_t K, class View, class... Count>
-  APEX_HD void drain(Count... count) {
+  template <size_t K, class View>
+  APEX_HD void drain() {
     if constexpr (View::kWritten && kBuffered<View, T>) {
-      auto* target = this->target<K, View>();
-      if constexpr (sizeof...(Count) == 0) store_pack(target, buffers_[K]);
-      if constexpr (sizeof...(Count) == 1) store_some(target, buffers_[K], count...);
+      store_pack(target<K, View>(), buffers_[K]);
     }
-    if constexpr (View::kWritten && !kBySlot<View> && sizeof...(Count) == 0) {
+    if constexpr (View::kWritten && !kBySlot<View>) {
       constexpr int kBytes = kPack * sizeof(typename View::storage);
       if (streamed_[K]) stream_bytes<kBytes>(source<K, View>(), targets_[K]);
     }

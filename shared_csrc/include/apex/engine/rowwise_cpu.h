@@ -10,6 +10,7 @@
 #include "apex/engine/lanes_cpu.h"
 #include "apex/engine/row_concepts.h"
 #include "apex/engine/sums_cpu.h"
+#include "apex/engine/tails_cpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -20,6 +21,10 @@ inline constexpr int64_t kRowwiseGrain = 16384;
 // its sum goes to a double: both bound the error. A run begins with zeros again, so that the terms
 // after a large one are rounded to its last digit for the rest of a run only.
 inline constexpr int kPacksPerRun = 8, kPacksPerFlush = 64;
+
+// Column sums of a thread lie in rows of whole packs: the last groups of lanes write behind the
+// last column.
+APEX_HD int64_t sums_stride(int64_t columns) { return (columns + kPack - 1) / kPack * kPack; }
 
 template <class T>
 class Row {
@@ -121,8 +126,9 @@ class Row {
   // Largest functor(values...) of the row; -inf without columns, NaN if any value is NaN.
   template <class F, class... Views>
   T max(const F& functor, const Views&... views) const {
+    constexpr T kLowest = -std::numeric_limits<T>::infinity();
     alignas(64) T lanes[kPack];
-    std::fill(lanes, lanes + kPack, -std::numeric_limits<T>::infinity());
+    std::fill(lanes, lanes + kPack, kLowest);
     Lanes<T, Views...> pack(views...);
     int64_t column = 0;
     for (; column + kPack <= columns_; column += kPack) {
@@ -132,14 +138,10 @@ class Row {
       });
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
-      pack.at(column, count);
-      for (int lane = 0; lane < count; ++lane) {
-        lanes[lane] = max_propagating_nan(pack.call(functor, lane), lanes[lane]);
-      }
+      return max_propagating_nan(max_of_end(column, count, functor, views...),
+                                 max_of<kPack>(lanes));
     }
-    T result = lanes[0];
-    for (int lane = 1; lane < kPack; ++lane) result = max_propagating_nan(lanes[lane], result);
-    return result;
+    return max_of<kPack>(lanes);
   }
 
   // functor(T& value, ...) for every column; values of written views are stored.
@@ -154,9 +156,7 @@ class Row {
       pack.done();
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
-      pack.at(column, count);
-      for (int lane = 0; lane < count; ++lane) pack.call(own, lane);
-      pack.done(count);
+      each_of_end(column, count, functor, views...);
     }
   }
 
@@ -171,10 +171,7 @@ class Row {
   // functor(T& value, ...) for one column, after an `each` over the same views.
   template <class F, class... Views>
   void at(int64_t column, const F& functor, const Views&... views) const {
-    Lanes<T, Views...> pack(views...);
-    pack.at(column, 1);
-    pack.call(functor, 0);
-    pack.done(1);
+    each_of_tail<T>(column, 1, [&](int, auto&... values) { functor(values...); }, views...);
   }
 
   // Once per row, for scalars such as a row's mean.
@@ -195,11 +192,7 @@ class Row {
       pack.each([&](int slot, auto&... values) { add_to<N>(sums + slot, functor, values...); });
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
-      pack.at(column, count);
-      T* sums = sums_ + column;
-      for (int lane = 0; lane < count; ++lane) {
-        pack.call([&](auto&... values) { add_to<N>(sums + lane, functor, values...); }, lane);
-      }
+      accumulate_end<N>(column, count, functor, views...);
     }
   }
 
@@ -208,12 +201,72 @@ class Row {
     if (!paired_) return;
     for (int n = 0; n < count; ++n) {
       for (int64_t column = 0; column + kPack <= columns_; column += kPack) {
-        order_pairs(sums_ + n * columns_ + column);
+        order_pairs(sums_ + n * sums_stride(columns_) + column);
       }
     }
   }
 
  private:
+  template <int N>
+  static void max_into(T* lanes, const T* others) {
+    APEX_VECTORIZE_FEW
+    for (int lane = 0; lane < N; ++lane) {
+      lanes[lane] = max_propagating_nan(others[lane], lanes[lane]);
+    }
+  }
+
+  // The largest of N lanes. Widths are constants, so that the narrow ones are vector operations.
+  template <int N>
+  static T max_of(T* lanes) {
+    if constexpr (N > 1) {
+      max_into<N / 2>(lanes, lanes + N / 2);
+      return max_of<N / 2>(lanes);
+    }
+    return lanes[0];
+  }
+
+  // The ends of rows, less than a pack, are functions of their own: beside them, the loops over
+  // packs have fewer registers, and took up to twice the time.
+  template <class F, class... Views>
+  [[gnu::noinline]] static void each_of_end(int64_t column, int count, const F& functor,
+                                            const Views... views) {
+    const F own = functor;
+    each_of_tail<T>(column, count, [&](int, auto&... values) { own(values...); }, views...);
+  }
+
+  template <class F, class... Views>
+  [[gnu::noinline]] static T max_of_end(int64_t column, int count, const F& functor,
+                                        const Views... views) {
+    constexpr T kLowest = -std::numeric_limits<T>::infinity();
+    alignas(64) T lanes[kPack];
+    std::fill(lanes, lanes + kPack, kLowest);
+    auto body = [&, count](int lane, auto&... values) {
+      T term = functor(values...);
+      lanes[lane] = lane < count ? term : kLowest;
+    };
+    each_of_tail<T>(column, count, body, views...);
+    return max_of<kPack>(lanes);
+  }
+
+  template <int N, class F, class... Views>
+  [[gnu::noinline]] void accumulate_end(int64_t column, int count, const F& functor,
+                                        const Views... views) const {
+    T* sums = sums_ + column;
+    auto body = [&](int lane, auto&... values) { add_to<N>(sums + lane, functor, values...); };
+    each_of_tail<T>(column, count, body, views...);
+  }
+
+  template <int M, size_t... I, class F, class C, class... Views>
+  [[gnu::noinline]] void terms_of_end(std::index_sequence<I...>, T (&terms)[sizeof...(I)][kPack],
+                                      int64_t column, int count, const F& functor, const C& columns,
+                                      const Views... views) const {
+    auto body = [&, count](int lane, auto&... values) {
+      auto term = terms_of<M>(functor, columns, column + lane, values...);
+      ((terms[I][lane] = lane < count ? term[I] : T(0)), ...);
+    };
+    each_of_tail<T>(column, count, body, views...);
+  }
+
   // Whether a result has pages: its last, which is written last. Asked once, and of one result:
   // several come from the same place.
   bool is_backed(const void* matrix, int64_t bytes) const {
@@ -225,10 +278,11 @@ class Row {
   // functor(sums, values...) of one column, whose first sum is at `first`.
   template <int N, class F, class... Values>
   APEX_HD void add_to(T* first, const F& functor, Values&... values) const {
+    const int64_t stride = sums_stride(columns_);
     Array<T, N> sums;
-    for (int n = 0; n < N; ++n) sums[n] = first[n * columns_];
+    for (int n = 0; n < N; ++n) sums[n] = first[n * stride];
     functor(sums, values...);
-    for (int n = 0; n < N; ++n) first[n * columns_] = sums[n];
+    for (int n = 0; n < N; ++n) first[n * stride] = sums[n];
   }
 
   // functor(values...), and with M > 0 columns(sums, values...) of the same column.
@@ -264,16 +318,9 @@ class Row {
       ((totals[I] += lanes[I].take()), ...);
     }
     if (int count = static_cast<int>(columns_ - packed); count > 0) {
-      alignas(64) T terms[sizeof...(I)][kPack];
-      pack.at(packed, count);
-      for (int lane = 0; lane < kPack; ++lane) {
-        Array<T, sizeof...(I)> term{};
-        auto body = [&](auto&... values) {
-          return terms_of<M>(functor, columns, packed + lane, values...);
-        };
-        if (lane < count) term = pack.call(body, lane);
-        ((terms[I][lane] = term[I]), ...);
-      }
+      alignas(64) T terms[sizeof...(I)][kPack] = {};
+      terms_of_end<M>(std::index_sequence<I...>{}, terms, packed, count, functor, columns,
+                      views...);
       (lanes[I].add(terms[I]), ...);
       (lanes[I].end_run(), ...);
       ((totals[I] += lanes[I].take()), ...);
@@ -282,7 +329,7 @@ class Row {
   }
 
   int64_t index_ = 0, rows_, columns_;
-  T* sums_;              // [kSums, columns] of this thread, or null
+  T* sums_;              // [kSums, sums_stride(columns)] of this thread, or null
   bool paired_ = false;  // sums of whole packs lie by slot
   mutable bool is_asked_ = false, is_backed_ = false;
 };
