@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_registered: dict[Any, Mapping[int, int | None]] = {}
+
 
 def register_vmap(op: Any, rows: Mapping[int, int | None]) -> None:
     """Register a rule for ``op``; without one torch warns, and runs it once per sample.
@@ -27,7 +29,11 @@ def register_vmap(op: Any, rows: Mapping[int, int | None]) -> None:
             return _as_rows(op, size, in_dims, arguments, rows)
         return one_by_one(op, size, in_dims, arguments)
 
-    torch.library.register_vmap(op, rule)
+    if op not in _registered:  # two functions may share a backward
+        _registered[op] = dict(rows)
+        torch.library.register_vmap(op, rule)
+    elif _registered[op] != rows:
+        raise ValueError(f"{op}: vmap has the rule {_registered[op]}, and cannot also have {rows}.")
 
 
 def _lead(

@@ -28,7 +28,8 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
         saved = arguments[:tensors] if keeps is None else [arguments[i] for i in keeps]
-        ctx.save_for_backward(*saved, *[results[i] for i in kept])
+        made = (results,) if returns_one else results
+        ctx.save_for_backward(*saved, *[made[i] for i in kept])
         ctx.options = arguments[tensors:]
         if not materializes:
             ctx.set_materialize_grads(False)

@@ -12,11 +12,11 @@ inline namespace APEX_BACKEND_NS {
 
 #if defined(APEX_GPU)
 
-// AnyFloat counts as 16 bits: packs of 16 elements for the sake of 8-bit operands would take too
-// many registers.
+// 8 bits count as 16, and so does AnyFloat: packs of 16 elements for the sake of a mask, say, would
+// take too many registers.
 template <class S>
 constexpr size_t pack_bytes() {
-  return std::is_same_v<S, AnyFloat> ? 2 : sizeof(S);
+  return std::is_same_v<S, AnyFloat> || sizeof(S) == 1 ? 2 : sizeof(S);
 }
 
 // Elements per pack such that the narrowest operand is read as one 16-byte vector.

@@ -158,6 +158,13 @@ APEX_HD void store_group(BFloat16* target, const float* values, int count) {
   _mm256_mask_storeu_epi16(target, group_mask(count), _mm512_maskz_cvtepi32_epi16(kAll, rounded));
 }
 
+APEX_HD void load_group(const uint8_t* source, float* values, int count) {
+  constexpr __mmask16 kAll = 0xffff;
+  __m128i bytes = _mm_maskz_loadu_epi8(group_mask(count), source);
+  __m512i words = _mm512_maskz_cvtepu8_epi32(kAll, bytes);
+  _mm512_storeu_ps(values, _mm512_maskz_cvtepi32_ps(kAll, words));
+}
+
 APEX_HD void load_group(const Half* source, float* values, int count) {
   __m256i bits = _mm256_maskz_loadu_epi16(group_mask(count), source);
   _mm512_storeu_ps(values, _mm512_maskz_cvtph_ps(0xffff, bits));

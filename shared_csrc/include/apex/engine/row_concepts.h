@@ -49,13 +49,15 @@ concept ReadableRow = requires(const R& row, const float* matrix, int64_t stride
 template <class R, class T>
 concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* result, int slot,
                                            int64_t stride, T one, Array<T, 2> two) {
-  row.out(result);  // this row of a result, for `each`
+  { row.within(stride, stride) } -> std::same_as<R>;  // columns [begin, end) of the same row
+  row.out(result);                                    // this row of a result, for `each`
   row.out(result, stride);
   row.stage(slot, matrix);  // read several times: converted once; slots count up to kStages
   // each(functor, row.out(result), views...), staged as it was rounded
   row.stage_result(slot, result, RowWriteProbe<T>{}, row.in(matrix));
   row.pivot(row.stage(slot, matrix));  // a number near the row's mean
-  // reductions: one sum, several in a pass, the largest (NaN if there is one), one's own
+  // reductions, whose functors may write: one sum, several in a pass, the largest (NaN if there is
+  // one), one's own
   { row.sum(RowProbe<T, 1>{}, row.in(matrix)) } -> std::same_as<T>;
   { row.template sums<2>(RowProbe<T, 2>{}, row.in(matrix)) } -> std::same_as<Array<T, 2>>;
   { row.max(RowProbe<T, 1>{}, row.in(matrix)) } -> std::same_as<T>;

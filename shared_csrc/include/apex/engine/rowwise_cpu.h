@@ -29,37 +29,48 @@ APEX_HD int64_t sums_stride(int64_t columns) { return (columns + kPack - 1) / kP
 template <class T>
 class Row {
  public:
-  Row(int64_t rows, int64_t columns, T* sums) : rows_(rows), columns_(columns), sums_(sums) {}
+  Row(int64_t rows, int64_t columns, T* sums)
+      : rows_(rows), width_(columns), columns_(columns), sums_(sums) {}
 
   void move_to(int64_t index) { index_ = index; }
   int64_t index() const { return index_; }
   int64_t columns() const { return columns_; }
 
+  // The same row, of which only columns [begin, end) are seen: it begins at the first of them. It
+  // has no column sums.
+  Row within(int64_t begin, int64_t end) const {
+    Row window = *this;
+    window.begin_ += begin;
+    window.columns_ = end - begin;
+    window.sums_ = nullptr;
+    return window;
+  }
+
   // This row of a matrix [rows, columns], for reading or writing.
   template <class S>
   ReadView<S> in(const S* matrix) const {
-    return {matrix + index_ * columns_, columns_};
+    return in(matrix, width_);
   }
   // The same of a matrix whose rows begin `stride` elements apart; out() takes a stride, too.
   template <class S>
   ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + index_ * stride, stride};
+    return {matrix + index_ * stride + begin_, stride};
   }
   template <class S>
   WriteView<S> out(S* matrix, int64_t stride) const {
     constexpr int64_t kBytes = sizeof(S);
-    S* row = matrix + index_ * stride;
+    S* row = matrix + index_ * stride + begin_;
     int64_t bytes = ((rows_ - 1) * stride + columns_) * kBytes;
     return {row, stride, can_stream(row, columns_ * kBytes, bytes) && is_backed(matrix, bytes)};
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
-    return out(matrix, columns_);
+    return out(matrix, width_);
   }
   // A vector [columns] that all rows share.
   template <class S>
   SharedView<S> shared(const S* vector) const {
-    return {{vector}};
+    return {{vector + begin_}};
   }
 
   // A view of 16-bit elements that a long functor reads or writes.
@@ -79,7 +90,7 @@ class Row {
   // stores go through the cache, in which the row is read next.
   template <class S, class F, class... Views>
   auto stage_result(int, S* matrix, const F& functor, const Views&... views) const {
-    each(functor, WriteView<S>{matrix + index_ * columns_, columns_}, views...);
+    each(functor, WriteView<S>{matrix + index_ * width_ + begin_, width_}, views...);
     return in(static_cast<const S*>(matrix));
   }
 
@@ -90,7 +101,7 @@ class Row {
     return in(matrix);
   }
 
-  // Sum over the row of functor(values...), which returns T.
+  // Sum over the row of functor(values...), which returns T. It may write, as that of `each`.
   template <class F, class... Views>
   T sum(const F& functor, const Views&... views) const {
     auto wrapped = [&](auto&... values) { return Array<T, 1>{{functor(values...)}}; };
@@ -201,7 +212,7 @@ class Row {
     if (!paired_) return;
     for (int n = 0; n < count; ++n) {
       for (int64_t column = 0; column + kPack <= columns_; column += kPack) {
-        order_pairs(sums_ + n * sums_stride(columns_) + column);
+        order_pairs(sums_ + n * sums_stride(width_) + column);
       }
     }
   }
@@ -270,15 +281,17 @@ class Row {
   // Whether a result has pages: its last, which is written last. Asked once, and of one result:
   // several come from the same place.
   bool is_backed(const void* matrix, int64_t bytes) const {
-    if (!is_asked_) is_backed_ = has_pages(static_cast<const char*>(matrix) + bytes - 1);
-    is_asked_ = true;
-    return is_backed_;
+    if (!backing_->is_asked) {
+      backing_->is_backed = has_pages(static_cast<const char*>(matrix) + bytes - 1);
+    }
+    backing_->is_asked = true;
+    return backing_->is_backed;
   }
 
   // functor(sums, values...) of one column, whose first sum is at `first`.
   template <int N, class F, class... Values>
   APEX_HD void add_to(T* first, const F& functor, Values&... values) const {
-    const int64_t stride = sums_stride(columns_);
+    const int64_t stride = sums_stride(width_);
     Array<T, N> sums;
     for (int n = 0; n < N; ++n) sums[n] = first[n * stride];
     functor(sums, values...);
@@ -311,6 +324,7 @@ class Row {
             auto term = terms_of<M>(functor, columns, column + slot, values...);
             ((terms[I][slot] = term[I]), ...);
           });
+          pack.done();
           (lanes[I].add(terms[I]), ...);
         }
         (lanes[I].end_run(), ...);
@@ -328,10 +342,16 @@ class Row {
     return {{static_cast<T>(totals[I])...}};
   }
 
-  int64_t index_ = 0, rows_, columns_;
-  T* sums_;              // [kSums, sums_stride(columns)] of this thread, or null
-  bool paired_ = false;  // sums of whole packs lie by slot
-  mutable bool is_asked_ = false, is_backed_ = false;
+  struct Backing {
+    bool is_asked = false, is_backed = false;
+  };
+
+  int64_t index_ = 0, rows_;
+  int64_t width_, begin_ = 0, columns_;  // of the operands, and of the window that is seen
+  T* sums_;                              // [kSums, sums_stride(columns)] of this thread, or null
+  bool paired_ = false;                  // sums of whole packs lie by slot
+  Backing own_backing_;
+  Backing* backing_ = &own_backing_;  // windows keep that of the row that they are part of
 };
 
 template <class P>

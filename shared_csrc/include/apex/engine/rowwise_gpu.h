@@ -22,31 +22,38 @@ template <class T>
 class Row {
  public:
   APEX_DEVICE Row(int64_t columns, T* scratch, int64_t scratch_stride)
-      : columns_(columns), scratch_(scratch), scratch_stride_(scratch_stride) {}
+      : width_(columns), columns_(columns), scratch_(scratch), scratch_stride_(scratch_stride) {}
 
   APEX_DEVICE void move_to(int64_t index) { index_ = index; }
   APEX_DEVICE int64_t index() const { return index_; }
   APEX_DEVICE int64_t columns() const { return columns_; }
 
+  APEX_DEVICE Row within(int64_t begin, int64_t end) const {
+    Row window = *this;
+    window.begin_ += begin;
+    window.columns_ = end - begin;
+    return window;
+  }
+
   template <class S>
   APEX_DEVICE ReadView<S> in(const S* matrix) const {
-    return {matrix + index_ * columns_};
+    return in(matrix, width_);
   }
   template <class S>
   APEX_DEVICE ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + index_ * stride};
+    return {matrix + index_ * stride + begin_};
   }
   template <class S>
   APEX_DEVICE WriteView<S> out(S* matrix, int64_t stride) const {
-    return {matrix + index_ * stride};
+    return {matrix + index_ * stride + begin_};
   }
   template <class S>
   APEX_DEVICE WriteView<S> out(S* matrix) const {
-    return out(matrix, columns_);
+    return out(matrix, width_);
   }
   template <class S>
   APEX_DEVICE ReadView<S> shared(const S* vector) const {
-    return {vector};
+    return {vector + begin_};
   }
 
   template <class View>
@@ -203,7 +210,8 @@ class Row {
     }
   }
 
-  int64_t index_ = 0, columns_;
+  int64_t index_ = 0;
+  int64_t width_, begin_ = 0, columns_;  // of the operands, and of the window that is seen
   T* scratch_;  // [kStages, scratch_stride] of this row in shared memory, or null
   int64_t scratch_stride_;
 };

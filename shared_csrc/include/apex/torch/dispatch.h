@@ -68,6 +68,15 @@ S* data(const Tensor& tensor, const char* name) {
   return static_cast<S*>(named(memory, name));
 }
 
+// Memory of a mask: bool, or uint8 where anything but 0 is true.
+inline const uint8_t* mask_data(const Tensor& mask, const char* name) {
+  check(mask.scalar_type() == ScalarType::Bool || mask.scalar_type() == ScalarType::Byte, name,
+        " must be bool or uint8, got ", dtype_name(mask.scalar_type()), ".");
+  void* memory = mask.data_ptr();
+  if (memory == nullptr && mask.numel() != 0) fail_without_memory("", name, mask);
+  return static_cast<const uint8_t*>(named(memory, name));
+}
+
 // Memory of a tensor that holds one number of type S on the device of `like`: a flag, a learning
 // rate.
 template <class S>

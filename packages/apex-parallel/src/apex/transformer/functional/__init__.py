@@ -1,0 +1,5 @@
+"""Fused functions of transformers."""
+
+from .fused_softmax import FusedScaleMaskSoftmax
+
+__all__ = ["FusedScaleMaskSoftmax"]

@@ -1,0 +1,119 @@
+// Softmax of scaled attention scores, and its gradient, row by row.
+//
+// y = softmax(scale * x) over the columns that a row sees: all of them, those up to the diagonal of
+// its square, or with a mask those that are not masked. A masked score counts as -10000; a row
+// whose scores are all masked gets zeros.
+#pragma once
+
+#include "apex/engine/rowwise.h"
+#include "apex/math/exp.h"
+
+namespace apex::parallel {
+inline namespace APEX_BACKEND_NS {
+
+enum class Scores { kAll, kCausal, kMasked };
+
+inline constexpr float kMaskedScore = -10000.0f;
+
+// The end of the columns that row `row` sees; the rows of a square follow each other.
+template <Scores kScores>
+APEX_HD int64_t visible_columns(int64_t row, int64_t columns) {
+  return kScores == Scores::kCausal ? row % columns + 1 : columns;
+}
+
+// Zeros where the row does not see.
+template <class R, class S>
+APEX_HD void clear_hidden(const R& row, int64_t visible, S* result) {
+  using T = compute_t<S>;
+  const auto hidden = row.within(visible, row.columns());
+  hidden.each([](T& y) { y = T(0); }, hidden.out(result));
+}
+
+template <class S, Scores kScores>
+struct ScaledSoftmax {
+  using value_type = compute_t<S>;
+  static constexpr int kStages = 1;
+
+  const S* x;  // [rows, columns]
+  S* y;
+  value_type scale;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    using T = value_type;
+    const T factor = scale;
+    const int64_t visible = visible_columns<kScores>(row.index(), row.columns());
+    const auto seen = row.within(0, visible);
+    auto scores = seen.ahead(seen.stage(0, x));
+    // A negative scale turns the order around: the largest is that of the scaled scores.
+    const T largest = seen.max([factor](T x) { return factor * x; }, scores);
+    auto term = [factor, largest](T x) { return exponential_no_overflow(factor * x - largest); };
+    const T inverse = 1 / seen.sum(term, scores);
+    seen.each([term, inverse](T& y, T x) { y = term(x) * inverse; }, seen.out(y), scores);
+    if constexpr (kScores == Scores::kCausal) clear_hidden(row, visible, y);
+  }
+};
+
+// With a mask [batches, rows_of_mask, columns]: heads * rows_of_mask rows of x for each batch.
+template <class S>
+struct MaskedSoftmax {
+  using value_type = compute_t<S>;
+  static constexpr int kStages = 1;
+
+  const S* x;
+  const uint8_t* mask;  // not 0: masked
+  S* y;
+  int64_t heads, rows_of_mask, batch_stride;
+  value_type scale;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    using T = value_type;
+    const T factor = scale;
+    const int64_t batch = row.index() / (heads * rows_of_mask);
+    const uint8_t* own = mask + batch * batch_stride + row.index() % rows_of_mask * row.columns();
+    auto scores = row.ahead(row.stage(0, x)), masked = row.ahead(row.shared(own));
+    auto score = [factor](T x, T hidden) {
+      T scaled = factor * x;
+      return hidden != T(0) ? T(kMaskedScore) : scaled;
+    };
+    const T largest = row.max(score, scores, masked);
+    auto term = [score, largest](T x, T hidden) {
+      return exponential_no_overflow(score(x, hidden) - largest);
+    };
+    const T sum = row.sum(term, scores, masked);
+    // Only then may all be masked; other scores may be as low.
+    const bool sees = !(largest <= T(kMaskedScore)) ||
+                      row.sum([](T hidden) { return T(hidden == T(0)); }, masked) != T(0);
+    const T inverse = sees ? 1 / sum : T(0);
+    row.each([term, inverse](T& y, T x, T hidden) { y = term(x, hidden) * inverse; }, row.out(y),
+             scores, masked);
+  }
+};
+
+// dx = scale * y * (dy - sum(y * dy)).
+template <class S, Scores kScores>
+struct ScaledSoftmaxBackward {
+  using value_type = compute_t<S>;
+  static constexpr int kStages = 2;
+
+  const S *dy, *y;
+  S* dx;
+  value_type scale;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    using T = value_type;
+    const int64_t visible = visible_columns<kScores>(row.index(), row.columns());
+    const auto seen = row.within(0, visible);
+    auto gradients = seen.stage(0, dy), results = seen.stage(1, y);
+    const T sum = seen.sum([](T dy, T y) { return dy * y; }, gradients, results);
+    const T factor = scale;
+    seen.each([factor, sum](T& dx, T dy, T y) { dx = factor * y * (dy - sum); }, seen.out(dx),
+              gradients, results);
+    if constexpr (kScores == Scores::kCausal) clear_hidden(row, visible, dx);
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::parallel
