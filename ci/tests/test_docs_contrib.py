@@ -1,18 +1,46 @@
-"""The README of apex-contrib: its examples run as they stand."""
+"""The README and the pages of apex-contrib: their examples run as they stand."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "packages" / "apex-contrib" / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+from apex.fused_bias_swiglu import fused_bias_swiglu
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "packages" / "apex-contrib" / "README.md"
+PAGES = sorted((ROOT / "docs" / "contrib").glob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+EXAMPLES = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in (README, *PAGES)
+    for number, block in enumerate(BLOCK.findall(page.read_text()), start=1)
+]
+BY_ARGUMENT = {"fused_bias_swiglu": fused_bias_swiglu}  # pages with a table of arguments
 
 
 def test_every_op_has_an_example():
-    assert len(BLOCKS) == README.read_text().count("compares it with")
+    text = README.read_text()
+    assert len(BLOCK.findall(text)) == text.count("compares it with")
+    assert all(BLOCK.search(page.read_text()) for page in PAGES)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", EXAMPLES)
 def test_example_runs(block):
     exec(compile(block, "example", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("name", BY_ARGUMENT)
+def test_every_argument_stands_on_the_page_with_its_default(name):
+    page = next(page for page in PAGES if page.stem == name)
+    own = inspect.signature(BY_ARGUMENT[name]).parameters
+    cells = re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", page.read_text(), re.M)
+    expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
+    assert {n: default for n, default in cells if n in own} == expected
+
+
+def test_the_readmes_link_to_every_page():
+    for page in PAGES:
+        assert f"docs/contrib/{page.name}" in README.read_text()
+    assert "(docs/contrib)" in (ROOT / "README.md").read_text()
