@@ -13,10 +13,11 @@ from .transforms import differentiated_again
 
 
 def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function]:
-    """What eager and compiled code differentiate once. It runs at every step: count its calls.
+    """The autograd function for first derivatives in eager and compiled code.
 
-    Its functions hold no Formula, which torch 2.10's compiler does not know. ``again`` computes
-    gradients that are differentiated again; None: ``formula.reference`` does.
+    It runs at every step, so count its calls. Its functions hold no Formula, because torch 2.10's
+    compiler does not know that class. ``again`` computes gradients that are differentiated again;
+    if it is None, ``formula.reference`` does.
     """
     fused_forward, fused_backward = formula.forward, formula.backward
     reference, outputs, tensors = formula.reference, formula.outputs, formula.tensors

@@ -23,7 +23,7 @@ class OptimWrapper:
 
     Args:
         optimizer: any torch optimizer; it is not changed.
-        amp_handle: of ``amp.init``. Where its casts are off, losses are not scaled.
+        amp_handle: of ``amp.init``. If its casts are off, losses are not scaled.
         num_loss: how many losses an iteration has; they are told apart by their order.
 
     Raises:

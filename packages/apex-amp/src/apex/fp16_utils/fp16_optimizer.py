@@ -48,7 +48,7 @@ class FP16_Optimizer:
         TypeError: ``init_optimizer`` is no optimizer, or a parameter of another dtype.
         ValueError: a loss scale or one of ``dynamic_loss_args`` is out of range.
 
-        Nothing is changed then.
+        A call that raises changes nothing.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The operators ``torch.ops.apex.fused_*``, under the names and schemas that Apex registers.
 
-Thin: autograd and checks in Python around the operators of ``ops.py``, which cost less a call. Each
-has a fake kernel and, if it is a forward, a gradient, which cannot be differentiated again.
+They are autograd and checks in Python around the operators of ``ops.py``; a call of those costs
+less. Each has a fake kernel and, if it is a forward, a gradient, which cannot be differentiated
+again.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
-    """What changes from step to step; with ``capturable`` the tensors count, else the numbers."""
+    """The numbers of a step: with ``capturable`` the tensors are used, else the Python numbers."""
 
     lr: float
     step: int  # 1 for the first
