@@ -50,9 +50,8 @@ class FusedAdam(CompactStates):
             parameter. The copy is made at the first step and is part of the state.
         maximize: use the negative gradient.
         exp_avg_dtype, exp_avg_sq_dtype: dtypes in which the moments are stored, except those of
-            float64 parameters: float32, bfloat16, float16, or float8_e4m3fn (uint8 means the same).
-            The last two have a scale per tensor that follows the largest value. Arithmetic is
-            float32.
+            float64 parameters: float32, bfloat16, float16, or float8_e4m3fn (or uint8). The last
+            two have a scale per tensor that follows the largest value. Arithmetic is float32.
         master_weight_dtype: float32; no other dtype is supported.
         store_param_remainders: with ``master_weights``: keep only those 16 bits of a bfloat16
             parameter's master that the parameter lacks. The parameter is then the master rounded
