@@ -133,7 +133,7 @@ class Formula:
         return {self.forward: self.reference, self.backward: backward}
 
     def _rows_of_backward(self) -> dict[int, int | None]:
-        """Samples are more rows; but sums over rows of a shared tensor's gradient are apart."""
+        """Samples are more rows, except where each sample needs its own sum over its rows."""
         if self.shared:
             return {}
         rows: dict[int, int | None] = dict.fromkeys(range(self.outputs))

@@ -65,8 +65,8 @@ def _check(formula: Formula, arguments: tuple[Any, ...]) -> None:
     plain = next((t for t in tensors if not isinstance(t, DTensor)), None)
     if plain is not None:
         raise TypeError(
-            f"{formula.name}: where one operand is a DTensor, all must be, but one is a plain "
-            f"tensor {list(plain.shape)}. Distribute it, for instance with "
+            f"{formula.name}: if one operand is a DTensor, all must be DTensors, but one is a "
+            f"plain tensor {list(plain.shape)}. Distribute it, for instance with "
             "torch.distributed.tensor.distribute_tensor."
         )
     meshes = {t.device_mesh for t in tensors}

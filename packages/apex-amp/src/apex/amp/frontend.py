@@ -281,12 +281,12 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     entries = parsed(state_dict)
     if len(entries) != len(scalers):
         maybe_print(
-            f"Warning: amp.load_state_dict: the checkpoint has {len(entries)} loss scalers, here "
-            f"are {len(scalers)}."
+            f"Warning: amp.load_state_dict: the checkpoint has {len(entries)} loss scalers, but "
+            f"amp.initialize made {len(scalers)}."
         )
     for index, (loss_scale, unskipped, overflows_left) in entries.items():
         if index >= len(scalers):
-            maybe_print(f"amp.load_state_dict: ignoring loss_scaler{index}, which is not here.")
+            maybe_print(f"amp.load_state_dict: ignoring loss_scaler{index}: there is none here.")
             continue
         scalers[index]._loss_scale = loss_scale
         scalers[index]._unskipped = unskipped

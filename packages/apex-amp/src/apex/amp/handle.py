@@ -239,7 +239,7 @@ class AmpHandle(_Handle):
             RuntimeError: always; use ``amp.scale_loss``.
         """
         raise RuntimeError(
-            "handle.scale_loss is the interface of before amp.initialize. Call "
+            "handle.scale_loss is an interface from before amp.initialize. Call "
             "`amp.initialize(model, optimizer, opt_level=...)` and then "
             "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
         )

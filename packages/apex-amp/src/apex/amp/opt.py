@@ -65,7 +65,7 @@ class OptimWrapper:
             return
         if self._loss_idx >= self._num_loss:
             raise RuntimeError(
-                f"OptimWrapper.scale_loss: a loss after the last of num_loss={self._num_loss}. "
+                f"OptimWrapper.scale_loss: more losses than num_loss={self._num_loss} in one step. "
                 "Call step() once per iteration, or handle.wrap_optimizer(optimizer, num_loss=N)."
             )
         scaler = self._loss_scaler[self._loss_idx]

@@ -35,7 +35,7 @@ def _reference(
     maxima = wide.detach().amax(1)
     shifted = wide - maxima[:, None]
     sums_exp = shifted.exp().sum(1)
-    # A label that is no class reaches this on a GPU alone.
+    # A label that is not a class gets here on a GPU only.
     is_class = (labels >= 0) & (labels < classes)
     of_label = shifted.gather(1, labels.where(is_class, 0))
     of_label = of_label.masked_fill(~is_class & ~is_padding, torch.nan)[:, 0]
@@ -136,7 +136,7 @@ class SoftmaxCrossEntropyLoss:
 
 
 def _check(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> None:
-    """Raise for arguments that the kernels do not take; labels' values are the kernels' affair."""
+    """Raise for arguments that the kernels do not take; kernels check the labels' values."""
     name = "SoftmaxCrossEntropyLoss"
     check_floating(name, "logits", logits)
     if labels.dtype != torch.int64:

@@ -39,6 +39,6 @@ def check_add_operands(
             for argument, t in (("x", x), ("residual", residual), ("weight", weight))
         )
         raise TypeError(
-            f"{name}: x, residual and weight must be floating point, and all of them float64 where "
-            f"one is; got {got}. Cast what differs."
+            f"{name}: x, residual and weight must be floating point, and if one is float64, all "
+            f"must be; got {got}. Cast them."
         )

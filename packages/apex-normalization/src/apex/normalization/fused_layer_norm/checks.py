@@ -16,7 +16,7 @@ from .._shared.native.transforms import kernels_serve
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return ``normalized_shape`` as a tuple; an int, be it numpy's or symbolic, is one dimension.
+    """Return ``normalized_shape`` as a tuple; an int (also numpy's or symbolic) is one dimension.
 
     Raises:
         TypeError: it is neither an int nor a sequence.

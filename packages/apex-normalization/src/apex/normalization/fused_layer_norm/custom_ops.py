@@ -57,7 +57,7 @@ def _refuse_forward_mode(name: str) -> None:
     raise NotImplementedError(
         f"apex::{name}: operators have no forward-mode derivative, but this call is within "
         "torch.func.jvp, jacfwd, hessian or dual_level. Call the functions of "
-        "apex.normalization.fused_layer_norm, which have."
+        "apex.normalization.fused_layer_norm, which have one."
     )
 
 

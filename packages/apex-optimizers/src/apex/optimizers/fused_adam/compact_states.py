@@ -45,7 +45,7 @@ class CompactStates(FusedOptimizer):
             )
         if self.store_param_remainders and not self.master_weights:
             raise ValueError(
-                "FusedAdam: store_param_remainders=True is a way to keep masters; it needs "
+                "FusedAdam: store_param_remainders=True stores masters in 16 bits, so it needs "
                 "master_weights=True."
             )
         is_plain = (self.exp_avg_dtype, self.exp_avg_sq_dtype) == (torch.float32, torch.float32)
@@ -116,7 +116,7 @@ class CompactStates(FusedOptimizer):
         if key == MASTER and value.dtype == torch.int16:
             raise ValueError(
                 "FusedAdam: a master must be given in full, as float32, not as int16 remainders. "
-                "get_unscaled_state() gives it so."
+                "get_unscaled_state() returns it in full."
             )
         if key == MASTER and self._keeps_remainder(param):
             rest = remainder_of(param, value.to(param.device))

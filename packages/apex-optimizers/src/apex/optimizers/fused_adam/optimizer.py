@@ -171,16 +171,16 @@ class FusedAdam(CompactStates):
     def check_saved_group(self, saved: dict[str, Any]) -> None:
         if saved.get("amsgrad"):
             raise ValueError(
-                "FusedAdam.load_state_dict: the state is of an optimizer with amsgrad=True, which "
-                "FusedAdam does not support."
+                "FusedAdam.load_state_dict: the state comes from an optimizer with amsgrad=True, "
+                "which FusedAdam does not support."
             )
         decoupled = saved.get("decoupled_weight_decay", bool(self.adam_w_mode))
         if decoupled != bool(self.adam_w_mode) and saved.get("weight_decay"):
             names = ("Adam with L2 regularisation", "AdamW")
             raise ValueError(
-                f"FusedAdam.load_state_dict: the state is of {names[decoupled]}, but this is "
-                f"FusedAdam(adam_w_mode={bool(self.adam_w_mode)}), that is "
-                f"{names[bool(self.adam_w_mode)]}, and weight_decay is {saved['weight_decay']}."
+                f"FusedAdam.load_state_dict: the state comes from {names[decoupled]} with "
+                f"weight_decay={saved['weight_decay']}, but this is {names[bool(self.adam_w_mode)]}"
+                f": give FusedAdam adam_w_mode={decoupled}."
             )
 
     @torch.no_grad()

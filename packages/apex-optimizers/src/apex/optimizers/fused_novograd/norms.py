@@ -98,7 +98,7 @@ def conform(
     if vectors is None:
         if any(has_state):
             raise ValueError(
-                f"FusedNovoGrad.load_state_dict: the state has moments, but its group no {NORMS!r}."
+                f"FusedNovoGrad.load_state_dict: the state has moments, but no {NORMS!r}."
             )
         return None
     vectors = [_NONE if vector is None else vector for vector in vectors]

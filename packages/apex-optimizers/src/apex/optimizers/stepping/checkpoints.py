@@ -143,7 +143,7 @@ def _check_count(optimizer: str, step: Any) -> None:
     if not is_one:
         got = describe(step) if isinstance(step, Tensor) else repr(step)
         raise ValueError(
-            f"{optimizer}.load_state_dict: step must be a number, or a tensor of one, got {got}."
+            f"{optimizer}.load_state_dict: step must be a number or one-element tensor, got {got}."
         )
 
 

@@ -103,7 +103,7 @@ class KeptGradients:
         survived = self._first is not None and self._first() is grads[0]
         self._kept = self._held = None
         self._first = weakref.ref(grads[0])
-        # Of a gradient that is in memory the negative of itself, C++ would get a copy.
+        # Of a gradient with torch's negative bit, C++ would get a copy.
         if not survived or any(map(_may_refer, grads)) or any(map(Tensor.is_neg, grads)):
             return 0
         lists: list[list[Tensor]] = [[] for _ in range(self._ops.lists)]
@@ -175,7 +175,7 @@ def _is_same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _release(ops: HeldOps, like: Tensor, number: int) -> None:
-    # The cycle collector may call this amid someone's tracing, which this call is no part of.
+    # The cycle collector may call this while other code is traced: keep it out of that trace.
     with _disable_current_modes():
         ops.release(like, number)
 
@@ -209,8 +209,8 @@ def can_hold(params: list[Tensor], states: Iterable[list[Tensor]]) -> bool:
 
 
 def _may_refer(tensor: Tensor) -> bool:
-    # Unpickled parameters have an empty dict of hooks, others None. What a graph refers to is
-    # anybody's guess.
+    # Unpickled parameters have an empty dict of hooks, others None. What a graph refers to is not
+    # known.
     return (
         bool(tensor._backward_hooks)
         or tensor.grad_fn is not None
