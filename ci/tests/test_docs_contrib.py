@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.fused_bias_swiglu import fused_bias_swiglu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,7 @@ EXAMPLES = [
     for page in (README, *PAGES)
     for number, block in enumerate(BLOCK.findall(page.read_text()), start=1)
 ]
-BY_ARGUMENT = {"fused_bias_swiglu": fused_bias_swiglu}  # pages with a table of arguments
+FUNCTIONS = {"fused_bias_swiglu": fused_bias_swiglu, "xentropy": SoftmaxCrossEntropyLoss.apply}
 
 
 def test_every_op_has_an_example():
@@ -31,11 +32,10 @@ def test_example_runs(block):
     exec(compile(block, "example", "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("name", BY_ARGUMENT)
-def test_every_argument_stands_on_the_page_with_its_default(name):
-    page = next(page for page in PAGES if page.stem == name)
-    own = inspect.signature(BY_ARGUMENT[name]).parameters
-    cells = re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", page.read_text(), re.M)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_argument_stands_on_the_page_with_its_default(page):
+    own = inspect.signature(FUNCTIONS[page.stem]).parameters
+    cells = re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", page.read_text(), re.M)
     expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
     assert {n: default for n, default in cells if n in own} == expected
 
