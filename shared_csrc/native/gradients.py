@@ -143,8 +143,8 @@ def refusing(name: str, backward: Any) -> Callable[..., Any]:
 class _NoSecondDerivative(Function):
     """Passes gradients through, and refuses to be differentiated.
 
-    ``once_differentiable`` would do that only where the gradient itself requires one; a gradient
-    penalty on ``y.sum()`` would be ignored in silence.
+    ``once_differentiable`` raises only if the gradient itself requires one; it would silently
+    ignore a gradient penalty on ``y.sum()``.
     """
 
     @staticmethod
