@@ -1,18 +1,46 @@
-"""The README of apex-contrib: its examples run as they stand."""
+"""The README and the pages of apex-contrib: their examples run as they stand."""
 
+import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "packages" / "apex-contrib" / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "packages" / "apex-contrib" / "README.md"
+PAGES = sorted((ROOT / "docs" / "contrib").glob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+EXAMPLES = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in (README, *PAGES)
+    for number, block in enumerate(BLOCK.findall(page.read_text()), start=1)
+]
 
 
 def test_every_op_has_an_example():
-    assert len(BLOCKS) == README.read_text().count("compares it with")
+    text = README.read_text()
+    assert len(BLOCK.findall(text)) == text.count("compares it with")
+    assert all(BLOCK.search(page.read_text()) for page in PAGES)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", EXAMPLES)
 def test_example_runs(block):
     exec(compile(block, "example", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_argument_stands_on_the_page_with_its_default(page):
+    text = page.read_text()
+    title = text.splitlines()[0].removeprefix("# ")
+    documented = getattr(importlib.import_module(f"apex.contrib.{page.stem}"), title)
+    own = inspect.signature(getattr(documented, "apply", documented)).parameters
+    cells = re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", text, re.M)
+    expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
+    assert {n: default for n, default in cells if n in own} == expected
+
+
+def test_the_readmes_link_to_every_page():
+    for page in PAGES:
+        assert f"docs/contrib/{page.name}" in README.read_text()
+    assert "(docs/contrib)" in (ROOT / "README.md").read_text()

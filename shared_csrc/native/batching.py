@@ -16,9 +16,8 @@ def register_vmap(op: Any, rows: Mapping[int, int | None]) -> None:
 
     Args:
         op: an operator whose results are made of rows, if ``rows`` names any argument.
-        rows: position of each argument that is made of rows, and how many dimensions its row has,
-            where that is known of it. Where none is named, or another argument is batched, the op
-            runs once per sample.
+        rows: position of each argument that is made of rows, and how many dimensions its row has.
+            If it is empty, or another argument is batched, the op runs once per sample.
     """
 
     def rule(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:

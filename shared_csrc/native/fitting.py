@@ -19,7 +19,7 @@ def why_unfit(entry: dict[str, Any]) -> str | None:
     archs = ", ".join(entry["archs"])
     if backend == "cuda":
         here = _major(torch.version.cuda)
-        # What is older runs: it brings its own runtime, and the driver is for what torch needs.
+        # An older library runs: it has its own runtime, and the driver suits torch's newer one.
         if toolkit and here and toolkit > here:
             return f"was compiled with CUDA {toolkit}, and this torch is for CUDA {here}"
         capability = torch.cuda.get_device_capability()

@@ -21,10 +21,9 @@ __all__ = ["Formula"]
 class Formula:
     """A function with a fused forward, a fused backward, and one formula in plain PyTorch.
 
-    A call runs the kernels where they serve, and the formula where torch asks what kernels have no
-    answer to: ``torch.func``, forward mode, tracers. Derivatives beyond the first are those of the
-    formula. DTensors run shard by shard. ``vmap`` without gradients makes a batch of rows more
-    rows.
+    A call runs the kernels. Where they cannot serve (``torch.func``, forward mode, tracers) it runs
+    the formula. Derivatives beyond the first are those of the formula. DTensors run shard by shard.
+    ``vmap`` without gradients makes a batch of rows more rows.
 
     Args:
         name: what users call the function by; messages begin with it.
@@ -35,14 +34,14 @@ class Formula:
         reference: ``forward`` in plain PyTorch, with the same arguments and results.
         saves: names of arguments and results of ``forward`` that ``backward`` takes, in its order.
         grads: names of the arguments that have gradients, in the order of the backward's results.
-        rows: name of each argument that is made of rows, and how many dimensions its row has. The
-            dimensions before are those of every result, too.
+        rows: name of each argument that is made of rows, and how many dimensions its row has. Every
+            result has the same dimensions before its row.
         shared: names of the tensors that all rows share; their gradients are sums over rows.
         outputs: how many results are the user's; the others are statistics, without gradients.
-        plain_backward: ``backward`` in plain PyTorch, whose results can be differentiated; of
-            statistics it may take the values, but not lose their derivatives. Where there is one,
-            nothing but ``saves`` is kept for the backward; else every tensor is, for ``reference``.
-        arrange: makes gradients of ``grads`` of the backward's results, where they are not.
+        plain_backward: ``backward`` in plain PyTorch, whose results can be differentiated; it may
+            use values of statistics, but must keep their derivatives. With it, only ``saves`` are
+            kept for the backward; without it, every tensor is kept, for ``reference``.
+        arrange: makes the gradients of ``grads`` from the backward's results, if they differ.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class Formula:
         return {self.forward: self.reference, self.backward: backward}
 
     def _rows_of_backward(self) -> dict[int, int | None]:
-        """Samples are more rows; but sums over rows of a shared tensor's gradient are apart."""
+        """Samples are more rows, except where each sample needs its own sum over its rows."""
         if self.shared:
             return {}
         rows: dict[int, int | None] = dict.fromkeys(range(self.outputs))

@@ -13,10 +13,11 @@ from .transforms import differentiated_again
 
 
 def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function]:
-    """What eager and compiled code differentiate once. It runs at every step: count its calls.
+    """The autograd function for first derivatives in eager and compiled code.
 
-    Its functions hold no Formula, which torch 2.10's compiler does not know. ``again`` computes
-    gradients that are differentiated again; None: ``formula.reference`` does.
+    It runs at every step, so count its calls. Its functions hold no Formula, because torch 2.10's
+    compiler does not know that class. ``again`` computes gradients that are differentiated again;
+    if it is None, ``formula.reference`` does.
     """
     fused_forward, fused_backward = formula.forward, formula.backward
     reference, outputs, tensors = formula.reference, formula.outputs, formula.tensors
@@ -143,8 +144,8 @@ def refusing(name: str, backward: Any) -> Callable[..., Any]:
 class _NoSecondDerivative(Function):
     """Passes gradients through, and refuses to be differentiated.
 
-    ``once_differentiable`` would do that only where the gradient itself requires one; a gradient
-    penalty on ``y.sum()`` would be ignored in silence.
+    ``once_differentiable`` raises only if the gradient itself requires one; it would silently
+    ignore a gradient penalty on ``y.sum()``.
     """
 
     @staticmethod

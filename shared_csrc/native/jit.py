@@ -60,8 +60,8 @@ def own_rocm_arch() -> str:
 def target_of(device_type: str) -> Target:
     """What to compile for a device of this machine on first use.
 
-    ``TORCH_CUDA_ARCH_LIST`` and ``PYTORCH_ROCM_ARCH`` add GPUs to the one that is there: images
-    often set them to what they were built for, which need not be the card that they run on.
+    ``TORCH_CUDA_ARCH_LIST`` and ``PYTORCH_ROCM_ARCH`` add GPUs to the one in the machine: container
+    images often set them to the cards they were built for, and the machine may have another one.
     """
     backend = backend_of(device_type)
     if backend == "cpu":

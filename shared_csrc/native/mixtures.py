@@ -12,9 +12,8 @@ from torch import Tensor
 def refusing_mixtures(overload: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a fake kernel, which torch takes if a single argument is on the meta device.
 
-    Its results would be memory that nobody has filled, and nothing would be written. Numbers that
-    are only read, as 0-dimensional tensors, may be on the CPU among meta tensors, as for torch's
-    functions.
+    Otherwise results would be uninitialized memory, and nothing would be written. As in torch's
+    functions, 0-dimensional tensors that are only read may be on the CPU among meta tensors.
     """
     arguments = overload._schema.arguments
 

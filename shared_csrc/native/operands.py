@@ -74,7 +74,7 @@ def statistics_dtype(dtype: torch.dtype | None) -> torch.dtype:
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """Cast floating-point tensors to autocast's dtype where it is enabled for the first's device.
 
-    float64 input keeps its dtype, as everywhere in torch's autocast, and its parameters with it.
+    float64 input and its parameters keep their dtype, as everywhere in torch's autocast.
     """
     x = tensors[0]
     if not isinstance(x, Tensor):

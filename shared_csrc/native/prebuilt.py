@@ -51,7 +51,7 @@ def build_prebuilt(
             on, off = " and ".join(switches.on), " and ".join(switches.off)
             raise BuildError(
                 f"{package}: {on} demands kernels, but with {off} switched off there are none that "
-                "can be compiled here. Unset the one or the other."
+                "can be compiled here. Unset one of them."
             )
         return None
     libraries = []

@@ -1,8 +1,7 @@
 """Formulas of DTensors: every process computes the rows of its shard, without communication.
 
-Only what does not consist of whole rows is gathered first: arguments that are sharded along a row,
-shared ones that are sharded at all. Gradients of shared tensors are summed over the processes and
-come back placed as the tensors are.
+Arguments that are sharded along a row, and shared arguments that are sharded, are gathered first.
+Gradients of shared tensors are summed over the processes and get the tensors' placements.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
 
 
 def row_placements(x: DTensor, dims: int) -> list[Placement]:
-    """Where ``x`` goes so that its rows, of ``dims`` dimensions, are whole: most often it stays."""
+    """The placements that make rows of ``x``, of ``dims`` dimensions, whole: mostly its own."""
     lead = x.dim() - dims
     return [
         p if isinstance(p, Shard) and p.dim % x.dim() < lead else Replicate() for p in x.placements
@@ -66,8 +65,8 @@ def _check(formula: Formula, arguments: tuple[Any, ...]) -> None:
     plain = next((t for t in tensors if not isinstance(t, DTensor)), None)
     if plain is not None:
         raise TypeError(
-            f"{formula.name}: where one operand is a DTensor, all must be, but one is a plain "
-            f"tensor {list(plain.shape)}. Distribute it, for instance with "
+            f"{formula.name}: if one operand is a DTensor, all must be DTensors, but one is a "
+            f"plain tensor {list(plain.shape)}. Distribute it, for instance with "
             "torch.distributed.tensor.distribute_tensor."
         )
     meshes = {t.device_mesh for t in tensors}

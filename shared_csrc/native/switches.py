@@ -1,4 +1,4 @@
-"""Reads from the environment which kernels a wheel is to bring prebuilt.
+"""Reads from the environment which prebuilt kernels a wheel should contain.
 
 A variable that is set to "" or "0" is off, any other value is on.
 

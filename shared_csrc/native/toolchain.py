@@ -190,7 +190,7 @@ def _version(compiler: tuple[str, ...]) -> str:
         result = subprocess.run(command, env=environment, timeout=VERSION_TIMEOUT_S, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(
-            f"The compiler does not answer: {error}. Mend it, or name another one with CXX, "
+            f"The compiler does not answer: {error}. Repair it, or name another one with CXX, "
             "CUDA_HOME or ROCM_HOME."
         ) from error
     said = result.stdout.strip() or result.stderr.strip()

@@ -19,21 +19,21 @@ def is_transformed() -> bool:
 def refuse_transforms(name: str, remedy: str) -> None:
     """Raise within ``torch.func``; for the forward of an ``autograd.Function`` that it cannot take.
 
-    torch raises there itself, but for compiled code: gradients are zeros then, and tangents of
-    forward mode are lost.
+    torch itself raises there, except in compiled code, where gradients would be zeros and tangents
+    of forward mode would be lost.
     """
     if is_transformed() or (torch.compiler.is_compiling() and _in_forward_mode()):
         raise NotImplementedError(f"{name}: torch.func cannot transform this function. {remedy}")
 
 
 def kernels_serve() -> bool:
-    """Whether operators have an answer to what is around this call.
+    """Whether operators can serve this call.
 
-    To ``vmap`` without gradients they have; to forward mode, other transforms of ``torch.func``,
-    ``torch.jit.trace`` and an export to ONNX, whose runtime does not know them, they have not.
+    They serve ``vmap`` without gradients. They do not serve forward mode, other transforms of
+    ``torch.func``, ``torch.jit.trace``, or an export to ONNX, whose runtime does not know them.
 
-    Ask before an operator or an ``autograd.Function`` is called: else derivatives are lost in
-    part, without a word.
+    Ask before an operator or an ``autograd.Function`` is called; otherwise some derivatives are
+    silently lost.
     """
     if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
         return False
@@ -47,7 +47,7 @@ def kernels_serve() -> bool:
 def differentiated_again() -> bool:
     """Whether the gradient that a ``backward`` computes is differentiated in turn.
 
-    By ``create_graph=True``, or in forward mode, which needs no such word.
+    It is with ``create_graph=True``, and always in forward mode.
     """
     return torch.is_grad_enabled() or _in_forward_mode()
 

@@ -1,8 +1,8 @@
 """Decides which folders and libraries of the cache are safe to load: code in them runs as the user.
 
-Whoever can write to the cache can have their code run by those who load from it, because names in
-it can be foretold. So folders and libraries must belong to this user or to root, and nobody else
-may write to them. What is made here is for this user alone, whatever the umask.
+Names in the cache are predictable, so anyone who can write to it can run code as those who load
+from it. Therefore folders and libraries must belong to this user or to root, and nobody else may
+write to them. Whatever the umask, only this user can access what is made here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _is_private_group(group_id: int) -> bool:
 
 
 def seal(library: Path) -> str:
-    """What is written beside a library, by which damage and replacement are noticed."""
+    """The text that is written beside a library, to detect damage and replacement."""
     return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
@@ -82,7 +82,7 @@ def seal_path(library: Path) -> Path:
 
 
 def is_intact(library: Path) -> bool:
-    """Whether a library is as it was built: loading one that is cut short ends the process."""
+    """Whether a library is as it was built: loading a truncated one ends the process."""
     try:
         return seal_path(library).read_text() == seal(library)
     except (FileNotFoundError, UnicodeDecodeError):

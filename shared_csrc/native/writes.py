@@ -1,7 +1,8 @@
-"""Operators that write to their arguments: what autograd is told of it.
+"""Operators that write to their arguments: how autograd learns of it.
 
-torch's own in-place functions raise the version of what they write. By it a backward pass notices
-that a value which it saved has changed. They also refuse tensors whose gradient they cannot give.
+torch's own in-place functions raise the version of the tensors that they write. The version shows a
+backward pass that a value which it saved has changed. They also refuse tensors whose gradient they
+cannot give.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def register_writes(library: torch.library.Library, overload: Any) -> None:
 def call_counted(overload: Callable[..., Any], *args: Any) -> Any:
     """Call an operator that writes to its arguments, and raise their versions.
 
-    What the operator does by itself, but for long lists in half the time: they do not pass through
-    Python twice. Tensors that require a gradient are written to in any mode, as under
+    The operator does the same by itself, but needs twice the time for long lists, which then pass
+    through Python twice. Tensors that require a gradient are written to in any mode, as under
     ``torch.no_grad()``.
     """
     with below_autograd():

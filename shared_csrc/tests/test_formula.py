@@ -114,7 +114,7 @@ def mixed_on_ranks(rank, world_size):
     x, weight, scale = CASE.arguments(torch.float32, "cpu")
     mesh, other = (init_device_mesh("cpu", (world_size,), mesh_dim_names=(n,)) for n in "ab")
     placed = distribute_tensor(x, mesh, [Replicate()])
-    with pytest.raises(TypeError, match="formula: where one operand is a DTensor"):
+    with pytest.raises(TypeError, match="formula: if one operand is a DTensor"):
         formula(placed, weight, scale)
     with pytest.raises(ValueError, match="formula: operands must be on one device mesh"):
         formula(placed, distribute_tensor(weight, other, [Replicate()]), scale)

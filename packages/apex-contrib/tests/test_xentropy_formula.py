@@ -55,7 +55,7 @@ def mixed_on_ranks(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     logits, labels, *options = arguments(torch.float32, "cpu")
     logits = distribute_tensor(logits, mesh, [Replicate()])
-    with pytest.raises(TypeError, match="SoftmaxCrossEntropyLoss: where one operand is a DTensor"):
+    with pytest.raises(TypeError, match="SoftmaxCrossEntropyLoss: if one operand is a DTensor"):
         SoftmaxCrossEntropyLoss.apply(logits, labels, *options)
 
 

@@ -168,7 +168,7 @@ def check_add_and_refusals(rank, world_size):
     parts = DTensor.from_local(x.detach() / world_size, mesh, [Partial()])
     whole = distributed(make(FusedLayerNorm), mesh, Replicate())(parts)
     torch.testing.assert_close(whole.full_tensor(), module(x).detach())
-    with pytest.raises(TypeError, match="where one operand is a DTensor, all must be"):
+    with pytest.raises(TypeError, match="if one operand is a DTensor, all must be"):
         module(shards[0])
     other = init_device_mesh("cpu", (1, world_size))
     with pytest.raises(ValueError, match="operands must be on one device mesh"):

@@ -174,6 +174,6 @@ def test_novograds_norms_that_do_not_fit(device):
     ):
         optimizer.load_state_dict(state)
     del state["param_groups"][0]["exp_avg_sq"]
-    with pytest.raises(ValueError, match="the state has moments, but its group no 'exp_avg_sq'"):
+    with pytest.raises(ValueError, match="the state has moments, but no 'exp_avg_sq'"):
         optimizer.load_state_dict(state)
     assert not optimizer.state

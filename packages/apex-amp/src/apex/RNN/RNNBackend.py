@@ -22,7 +22,7 @@ def is_iterable(maybe_iterable: Any) -> bool:
 
 
 def flatten_list(tens_list: Tensor | Sequence[Tensor]) -> Tensor:
-    """A sequence of equal tensors as one tensor with a dimension more; a tensor as it is."""
+    """Stack a sequence of tensors of one shape; return anything else as it is."""
     if isinstance(tens_list, Tensor) or not is_iterable(tens_list):
         return tens_list
     return torch.stack(list(tens_list))
@@ -49,7 +49,7 @@ class _Stack(nn.Module):
             rnn.reset_hidden(bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """The same, before generation starts."""
+        """Make zero states, as :meth:`reset_hidden` does, before generation starts."""
         for rnn in self.rnns:
             rnn.init_inference(bsz)
 
@@ -71,9 +71,9 @@ class stackedRNN(_Stack):
         batch_first: input and output are ``[B, S, features]`` instead of ``[S, B, features]``.
 
     Raises:
-        ValueError: the list is not of ``num_layers``, its cells differ in size, or ``dropout`` is
-            no probability.
-        RuntimeError: ``inputRNN`` is neither.
+        ValueError: the list does not have ``num_layers`` cells, the cells differ in size, or
+            ``dropout`` is not in [0, 1].
+        RuntimeError: ``inputRNN`` is neither a cell nor a list of cells.
     """
 
     def __init__(

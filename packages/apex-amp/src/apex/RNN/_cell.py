@@ -14,9 +14,10 @@ from torch import Tensor, nn
 class RNNCell(nn.Module):
     r"""The weights of a recurrent cell, and its hidden state, which stays from call to call.
 
-    The state starts as zeros. Between batches that do not continue each other call
-    :meth:`reset_hidden`; between those that do, :meth:`detach_hidden`, or the backward pass reaches
-    into the batch before. Moving or casting the module, and copying it, drops the state.
+    The state starts as zeros. If a batch does not continue the one before, call
+    :meth:`reset_hidden` first. If it does, call :meth:`detach_hidden` first; otherwise the backward
+    pass also goes through the earlier batch. Moving or casting the module, and copying it, drops
+    the state.
 
     Args:
         gate_multiplier: rows of the weights per hidden feature.
@@ -107,7 +108,7 @@ class RNNCell(nn.Module):
         self.init_hidden(bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """The same, before generation starts."""
+        """Make zero states, as :meth:`reset_hidden` does, before generation starts."""
         self.reset_hidden(bsz)
 
     def detach_hidden(self) -> None:

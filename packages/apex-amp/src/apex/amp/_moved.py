@@ -1,4 +1,4 @@
-"""Names that modules had before they moved: pickles have them of classes and functions."""
+"""Old names of modules that have moved: pickles refer to classes and functions by them."""
 
 from __future__ import annotations
 

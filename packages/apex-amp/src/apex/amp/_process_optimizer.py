@@ -1,4 +1,4 @@
-"""Fits an optimizer with master weights, unscaling and the skipping of steps, in place."""
+"""Gives an optimizer master weights, unscaling and skipped steps, in place."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _check_params(groups: list[dict[str, Any]], masters: bool) -> None:
 def lazy_init_with_master_weights(self: Any) -> None:
     """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
 
-    Done late, so that what happens to the model between ``initialize`` and training (loading of a
-    checkpoint, broadcast from another process) reaches the masters.
+    This is done late, so that the masters include changes of the model between ``initialize`` and
+    training, such as a loaded checkpoint or a broadcast from another process.
 
     Raises:
         TypeError: a parameter that needs gradients is not float32, float16 or bfloat16.

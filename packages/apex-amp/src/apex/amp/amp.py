@@ -64,7 +64,7 @@ def promote_function(fn: Callable) -> Callable:
 def register_half_function(module: Any, name: str) -> None:
     """Apply :func:`half_function` to ``module.name`` at the next ``initialize`` or ``init``.
 
-    A function of torch's own then runs in that dtype whatever amp would have chosen.
+    A function of torch then runs in that dtype, whatever amp's lists say.
 
     Args:
         module: a module or class, such as ``torch`` or ``torch.nn.functional``.
@@ -107,8 +107,8 @@ def init(
     models in every thread. An earlier handle is deactivated first.
 
     Args:
-        enabled: False gives a handle that does nothing. Decorated functions then stop casting;
-            for all else an earlier handle stays in force.
+        enabled: False gives a handle that does nothing. Decorated functions then stop casting. For
+            everything else an earlier handle stays in force.
         loss_scale: ignored; kept for callers that pass it.
         patch_type: float16 or bfloat16.
         enable_caching: within one call of a model, cast each weight once.

@@ -93,11 +93,12 @@ def initialize(
         verbosity: 0: print nothing; 1: options and skipped steps; 2: also every cast of O1 and O4.
         min_loss_scale, max_loss_scale: bounds of dynamic loss scaling; None is no bound.
         patch_torch_functions_type: float16 for O1, bfloat16 for O4; the default.
-        hysteresis: how many overflows without a clean iteration between them a dynamic loss scale
-            endures before it is reduced; each of them skips its step.
+        hysteresis: number of overflows, without a clean iteration between them, after which a
+            dynamic loss scale is reduced. Each overflow skips its step.
 
     Returns:
-        ``models``, or ``(models, optimizers)`` if there are optimizers; a list where one came in.
+        ``models``, or ``(models, optimizers)`` if there are optimizers; each is a list if it was
+        given as a list.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -106,7 +107,7 @@ def initialize(
             before, two with master weights that share a parameter, or cuDNN is switched off.
         ValueError: a loss scale or ``num_losses`` out of range.
 
-        Nothing is changed then.
+        A call that raises changes nothing.
 
     Source:
         Micikevicius et al., *Mixed Precision Training*, ICLR 2018.
@@ -266,8 +267,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Restore the loss scalers from :func:`state_dict`.
 
-    Call it after ``amp.initialize`` with the opt level of the checkpoint; best in the order
-    initialize, then load model, optimizer, amp.
+    Call it after ``amp.initialize`` with the opt level of the checkpoint. The best order is:
+    initialize, load the model, the optimizer, and amp.
 
     Args:
         state_dict: entries of scalers that do not exist here are left out, with a message.
@@ -280,12 +281,12 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     entries = parsed(state_dict)
     if len(entries) != len(scalers):
         maybe_print(
-            f"Warning: amp.load_state_dict: the checkpoint has {len(entries)} loss scalers, here "
-            f"are {len(scalers)}."
+            f"Warning: amp.load_state_dict: the checkpoint has {len(entries)} loss scalers, but "
+            f"amp.initialize made {len(scalers)}."
         )
     for index, (loss_scale, unskipped, overflows_left) in entries.items():
         if index >= len(scalers):
-            maybe_print(f"amp.load_state_dict: ignoring loss_scaler{index}, which is not here.")
+            maybe_print(f"amp.load_state_dict: ignoring loss_scaler{index}: there is none here.")
             continue
         scalers[index]._loss_scale = loss_scale
         scalers[index]._unskipped = unskipped

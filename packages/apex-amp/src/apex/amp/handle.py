@@ -52,20 +52,21 @@ def scale_loss(
         model: ignored; kept for callers that pass it.
         delay_unscale: leave the gradients scaled, for accumulation over several backward passes
             with one scale; the last pass of an iteration must not set it.
-        delay_overflow_check: unscale, but leave it to the next block to look for overflows. If it
-            finds one of this block, the optimizers of this one skip their next step, unless they
-            have stepped by then.
+        delay_overflow_check: unscale, but let the next block look for overflows. If it finds an
+            overflow from this block, the optimizers of this block skip their next step, unless they
+            have stepped in the meantime.
 
     Yields:
         ``loss.float() * scale``; the loss itself if amp is not enabled.
 
     Raises:
-        RuntimeError: ``amp.initialize`` was not called, or did not see one of ``optimizers``; or
-            one of them is in a block already, which this one is nested in.
+        RuntimeError: ``amp.initialize`` was not called, or was not given one of ``optimizers``; or
+            this block is nested in another block of one of them.
         TypeError, ValueError: an argument is of the wrong type, or ``loss_id`` out of range.
 
-    An exception inside the block leaves gradients as they were before it (those of a backward pass
-    after ``delay_unscale`` excepted), and the loss scale as it was.
+    After an exception inside the block, the loss scale and the gradients are as before the block.
+    There is one exception: after a block with ``delay_unscale``, a backward pass adds to the
+    gradients in place.
 
     Example:
         >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -106,7 +107,7 @@ def scale_loss(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Run a block, or model calls in it, without the casts of O1 and O4; may be nested.
+    """Run a block, also model calls in it, without the casts of O1 and O4; may be nested.
 
     Does nothing where no casts are in force. ``optimizer.step`` runs in such a block already.
     """
@@ -128,7 +129,7 @@ class _Handle:
         """The optimizer with loss scaling, for scripts that do not use ``amp.initialize``.
 
         Args:
-            optimizer: any torch optimizer. Where no casts are on, its losses are not scaled.
+            optimizer: any torch optimizer. If casts are off, its losses are not scaled.
             num_loss: how many losses an iteration has.
         """
         return OptimWrapper(optimizer, self, num_loss)
@@ -238,7 +239,7 @@ class AmpHandle(_Handle):
             RuntimeError: always; use ``amp.scale_loss``.
         """
         raise RuntimeError(
-            "handle.scale_loss is the interface of before amp.initialize. Call "
+            "handle.scale_loss is an interface from before amp.initialize. Call "
             "`amp.initialize(model, optimizer, opt_level=...)` and then "
             "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
         )

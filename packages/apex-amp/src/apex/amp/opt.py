@@ -23,7 +23,7 @@ class OptimWrapper:
 
     Args:
         optimizer: any torch optimizer; it is not changed.
-        amp_handle: of ``amp.init``. Where its casts are off, losses are not scaled.
+        amp_handle: of ``amp.init``. If its casts are off, losses are not scaled.
         num_loss: how many losses an iteration has; they are told apart by their order.
 
     Raises:
@@ -65,7 +65,7 @@ class OptimWrapper:
             return
         if self._loss_idx >= self._num_loss:
             raise RuntimeError(
-                f"OptimWrapper.scale_loss: a loss after the last of num_loss={self._num_loss}. "
+                f"OptimWrapper.scale_loss: more losses than num_loss={self._num_loss} in one step. "
                 "Call step() once per iteration, or handle.wrap_optimizer(optimizer, num_loss=N)."
             )
         scaler = self._loss_scaler[self._loss_idx]

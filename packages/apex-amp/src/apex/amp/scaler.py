@@ -35,8 +35,9 @@ class LossScaler(PythonUnscaling):
         scale_factor: > 1.
         scale_window: consecutive iterations without overflow before the scale grows.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; None is no bound.
-        hysteresis: which overflow divides the scale, counted since the last iteration without one.
-            The overflows before it skip the step and keep the scale; those after it divide again.
+        hysteresis: number of the overflow that divides the scale, counted from the last iteration
+            without one. Earlier overflows skip the step and keep the scale; each later one divides
+            the scale again.
 
     Raises:
         ValueError: an argument is out of range.
@@ -178,9 +179,9 @@ class LossScaler(PythonUnscaling):
     def update_scale(self) -> bool:
         """Adapt the scale to the last backward pass; True if the step must be skipped.
 
-        Reads the flags from their devices, the one synchronization of an iteration. A static scale
-        never skips. Checks that were delayed are made, too: ``late_overflows`` is then the list of
-        the optimizers in whose gradients they have found an overflow.
+        Reads the flags from their devices, which is the only synchronization of an iteration. A
+        static scale never skips. Delayed checks are made, too: ``late_overflows`` is then the list
+        of the optimizers in whose gradients they found an overflow.
         """
         delayed, self._delayed, self.late_overflows = self._delayed, {}, []
         should_skip = False
@@ -207,7 +208,7 @@ class LossScaler(PythonUnscaling):
         return should_skip
 
     def delay_check(self, optimizers: Sequence[Any] = ()) -> None:
-        """Keep what was found in gradients of ``optimizers`` until :meth:`update_scale`."""
+        """Keep the flags for gradients of ``optimizers`` until :meth:`update_scale`."""
         key = tuple(map(id, optimizers))
         _, has_overflow, flags = self._delayed.get(key, ((), False, {}))
         flags = {

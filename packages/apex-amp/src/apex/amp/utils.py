@@ -113,8 +113,8 @@ def casted_args(cast_fn: Cast, args: Iterable[Any], kwargs: dict[str, Any]) -> l
 def cached_cast(cast_fn: Cast, x: Any, cache: dict[Tensor, Tensor]) -> Any:
     """``cast_fn(x)``, from the cache if what is there is still the cast of ``x``.
 
-    A cast is out of date if ``x`` was changed in place since. It also is if only one of the two
-    needs a gradient, unless gradients are off.
+    A cast is out of date if ``x`` was changed in place since. It is also out of date if only one of
+    the two needs a gradient, unless gradients are off.
 
     Args:
         cast_fn: such as :func:`maybe_half`.
@@ -164,12 +164,12 @@ def has_func(mod: Any, fn: str) -> bool:
 
 
 def get_func(mod: Any, fn: str) -> Any:
-    """What a module, class or dict has by the name."""
+    """The value of a name in a module, class or dict."""
     return mod[fn] if isinstance(mod, dict) else getattr(mod, fn)
 
 
 def set_func(mod: Any, fn: str, new_fn: Any) -> None:
-    """Give the name in a module, class or dict another meaning."""
+    """Set the value of a name in a module, class or dict."""
     if isinstance(mod, dict):
         mod[fn] = new_fn
     else:

@@ -14,8 +14,8 @@ from ..amp.casting.casts import HALVES
 def add_masters(self: Any) -> None:
     """Replace 16-bit parameters in the groups by float32 masters; state moves to the masters.
 
-    Parameters that need no gradients are left out. A later call takes in those that need them by
-    then. They get their place among the others, because checkpoints follow the groups' order.
+    Parameters that need no gradients are left out. A later call adds those that need gradients by
+    then, at their place among the others, because checkpoints follow the groups' order.
 
     Raises:
         TypeError: a parameter that needs gradients is of another dtype; nothing is changed then.
@@ -59,7 +59,7 @@ def _put_master(self: Any, params: list[Tensor], i: int) -> Tensor:
 
 
 def adopt_unfrozen(self: Any) -> None:
-    """Take in parameters that needed no gradients so far, and do now.
+    """Add parameters that needed no gradients so far, but need them now.
 
     Otherwise the optimizer would step on their scaled gradients, in 16 bits.
     """

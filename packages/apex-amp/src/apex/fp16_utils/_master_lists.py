@@ -18,7 +18,8 @@ def prep_param_lists(
     Args:
         model: any module; parameters of any floating-point dtype, any device.
         flat_master: make one copy of all parameters, flattened one after another; its ``.grad`` is
-            allocated, as zeros. Updates then take one launch, and LARS-like ones are wrong.
+            allocated, as zeros. Updates then take one launch. Optimizers such as LARS, which need
+            the norm of each parameter, give wrong results.
 
     Returns:
         ``(model_params, master_params)``; with ``flat_master`` the second has one element.
@@ -49,8 +50,8 @@ def model_grads_to_master_grads(
 
     Args:
         model_params, master_params: as :func:`prep_param_lists` returns them.
-        flat_master: likewise. A parameter without gradient counts as one with zeros; without
-            ``flat_master`` its master has no gradient either.
+        flat_master: likewise. With it, a parameter without gradient contributes zeros; without it,
+            the master of such a parameter has no gradient either.
 
     Raises:
         ValueError: the lists differ in length.

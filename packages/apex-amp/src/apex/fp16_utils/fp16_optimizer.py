@@ -45,10 +45,10 @@ class FP16_Optimizer:
         all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: the same, flat.
 
     Raises:
-        TypeError: ``init_optimizer`` is no optimizer, or a parameter of another dtype.
+        TypeError: ``init_optimizer`` is not an optimizer, or a parameter has another dtype.
         ValueError: a loss scale or one of ``dynamic_loss_args`` is out of range.
 
-        Nothing is changed then.
+        A call that raises changes nothing.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FP16_Optimizer:
         self.all_fp32_from_fp32_params = []
         add_masters(self)
         self.maybe_print(
-            "FP16_Optimizer is kept for scripts of before amp; "
+            "FP16_Optimizer is kept for scripts that are older than amp; "
             'amp.initialize(model, optimizer, opt_level="O2") does the same with less code.'
         )
 

@@ -199,7 +199,7 @@ def _check_rms_norm(module: nn.Module) -> float:
     """Return the eps of a module that is an RMS norm by its parts and by what it computes."""
     arguments = list(inspect.signature(module.forward).parameters)
     if len(arguments) != 1:
-        raise _NotSwapped(f"has a forward of other arguments than its input: {arguments}")
+        raise _NotSwapped(f"has a forward with other arguments than its input: {arguments}")
     _check_methods(module, nn.Module)
     weight = getattr(module, "weight", None)
     names = [name for name, p in module._parameters.items() if p is not None]
@@ -211,7 +211,7 @@ def _check_rms_norm(module: nn.Module) -> float:
     if eps is None:
         raise _NotSwapped(f"has none of {', '.join(_EPS_NAMES)} as a float")
     if weight.is_meta:
-        raise _NotSwapped("has its weight on the meta device, so that it cannot be tried out")
+        raise _NotSwapped("has its weight on the meta device, so its results cannot be tested")
     if not _computes_rms_norm(module, weight, eps):
         raise _NotSwapped("computes something else than x / sqrt(mean(x ** 2) + eps) * weight")
     return eps

@@ -1,7 +1,7 @@
 """One kernel launch over lists of tensors, and the callable that applies such operators.
 
-Operators and the modules that define them have the same names. Modules of this wheel import them
-from the latter: from here they would get the module, while this file is being executed.
+Each operator has the name of the module that defines it. Modules of this wheel import an operator
+from its module: while this file is being executed, an import from here would give the module.
 """
 
 from .multi_tensor_apply import MultiTensorApply, multi_tensor_applier, multi_tensor_applier_l2norm

@@ -36,7 +36,7 @@ class MultiTensorApply:
     Attributes:
         available: whether ``amp_C`` can be imported, that is, its kernels can run here. Readable on
             the class and on instances.
-        import_err: the ``ImportError`` that tells why not, or None.
+        import_err: the ``ImportError`` with the reason, or None.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int32)

@@ -35,8 +35,8 @@ class LARC(Optimizer):
         NotImplementedError: in :meth:`step`, for a sparse gradient. Nothing is changed then.
 
     Note:
-        An :class:`torch.optim.Optimizer` to learning-rate schedulers. Norms are taken in float32 or
-        wider. Gradients are changed in place; no step waits for the device.
+        Learning-rate schedulers accept it as a :class:`torch.optim.Optimizer`. Norms are taken in
+        float32 or wider. Gradients are changed in place; no step waits for the device.
 
     Source:
         You, Gitman & Ginsburg, *Large Batch Training of Convolutional Networks*, 2017

@@ -75,10 +75,10 @@ class DistributedDataParallel(nn.Module):
     .. math:: g \leftarrow \frac{f}{W} \sum_{r=1}^{W} \frac{g_r}{f}
 
     with :math:`W` ranks and :math:`f` = ``gradient_predivide_factor``. The first backward records
-    the order in which gradients arrive and cuts it into flat buckets, rank 0's order for all. In
-    later ones a bucket's all-reduce starts as soon as it is complete, while backward goes on.
-    A parameter that this rank did not use counts as zero; one that no rank used is left alone.
-    Parameters (not buffers) are broadcast from rank 0 at construction.
+    the order in which gradients arrive and cuts it into flat buckets; all ranks take those of rank
+    0. In later backwards a bucket's all-reduce starts as soon as it is complete, while backward
+    goes on. A rank that did not use a parameter contributes zeros; a parameter that no rank used is
+    left alone. Parameters (not buffers) are broadcast from rank 0 at construction.
 
     Args:
         module: the network; all parameters on one device, GPU parameters with NCCL.
@@ -92,14 +92,14 @@ class DistributedDataParallel(nn.Module):
             ``allreduce_buffers``. With ``allreduce_always_fp32`` the 16-bit gradients are views
             of a cast copy, and what is kept is the float32 result.
         allreduce_always_fp32: sum 16-bit gradients in float32 (wider ones as they are).
-        num_allreduce_streams: rotate buckets over so many process groups of the wrapper's own
-            and, on GPUs, streams.
+        num_allreduce_streams: rotate buckets over this number of process groups of the wrapper's
+            own and, on GPUs, streams.
         allreduce_communicators: ``(process groups, streams)`` to rotate over instead of new ones,
             each group spanning all ranks, for no other use; streams are None on the CPU. Not
             pickled.
         gradient_average: divide by the number of ranks; if False, only ``1 / f`` is applied.
         gradient_predivide_factor: :math:`f > 0`, against overflow of the sum.
-        gradient_average_split_factor: has no effect, as ever; a value other than None warns.
+        gradient_average_split_factor: has no effect, as in Apex; a value other than None warns.
         prof: name the phases for torch.profiler and, on NVIDIA GPUs, NVTX.
 
     Raises:
@@ -111,19 +111,20 @@ class DistributedDataParallel(nn.Module):
         NotImplementedError: in backward, for sparse gradients.
 
     Note:
-        Which parameters require gradients, and their dtypes, may change between iterations, on all
-        ranks alike: before a forward, never between it and its backward.
-        Every rank's backward must reach at least one parameter. Call the wrapper, not
-        ``wrapper.module``, for the forward of a reduced backward.
+        You may change between iterations which parameters require gradients, and their dtypes: on
+        all ranks alike, and never between a forward and its backward. Every rank's backward must
+        reach at least one parameter. Call the wrapper, not ``wrapper.module``, for the forward of a
+        reduced backward.
 
-        Every wrapper reduces on process groups of its own, so its collectives never mix with
-        those of another wrapper or of SyncBatchNorm. They are made at construction, for a copy
-        made by pickle or deepcopy at the end of its first reduced backward, and taken over by
-        later wrappers once it is garbage. So all ranks must construct their wrappers, and use
-        copies first, in the same order; and where wrappers share a loss, call them in the same
-        order. NCCL asks more: kernels of two groups that ranks launch in different orders may
-        wait for each other for ever. Where ranks use different parameters beside another wrapper
-        or SyncBatchNorm, give ``delay_allreduce=True`` there.
+        Every wrapper reduces on process groups of its own, so its collectives never mix with those
+        of another wrapper or of SyncBatchNorm. The groups are made when the wrapper is constructed;
+        a copy made by pickle or deepcopy makes them at the end of its first reduced backward. Later
+        wrappers take over the groups of a wrapper that was garbage collected. Therefore all ranks
+        must construct their wrappers in the same order, and run the first backward of copies in the
+        same order. If wrappers share a loss, all ranks must call them in the same order. With NCCL,
+        kernels of two groups that ranks launch in different orders may wait for each other for
+        ever: if ranks use different parameters beside another wrapper or SyncBatchNorm, give
+        ``delay_allreduce=True``.
 
     Example:
         >>> model = DistributedDataParallel(model)

@@ -82,7 +82,7 @@ class Casting:
     def pause(self, is_paused: bool) -> None:
         """Switch casts off, in this thread at once and in model calls of all threads; or on again.
 
-        A pause is a state, not a block: one function may begin it, and another may end it.
+        One function may begin a pause, and another may end it.
         """
         if is_paused == self.is_paused:
             return
@@ -150,7 +150,7 @@ class Casting:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """No casts but in model calls.
+        """No casts, except in model calls.
 
         Autograd's formulas go through autocast as well: the backward pass of a float32 region would
         run in 16 bits if casts stayed on.
@@ -235,8 +235,8 @@ class _CastPrinter(TorchDispatchMode):
 def device_types_in_use(tensors: Sequence[torch.Tensor] = ()) -> tuple[str, ...]:
     """The device types to cast on: those of ``tensors``, and the accelerator if there is one.
 
-    A model may move to the accelerator later. The CPU counts only if a tensor is there, or if there
-    are no tensors: where the model is on a GPU, the CPU prepares data, which must not be cast.
+    A model may move to the accelerator later. The CPU is included only if a tensor is on it, or if
+    there are no tensors: if the model is on a GPU, the CPU prepares data, which must not be cast.
     """
     found = {t.device.type for t in tensors} - {"meta"} or {"cpu"}
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -213,7 +213,7 @@ class O2(OptLevel):
 
 
 class O3(OptLevel):
-    """Everything in float16: an upper bound on speed; few models train well so."""
+    """Everything in float16: an upper bound on speed; few models train well at it."""
 
     name = "O3"
     brief = "O3:  Pure FP16 training."

@@ -123,7 +123,7 @@ def _refusing(name: str, device_type: str) -> Callable[..., torch.Tensor]:
     def run(this: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_half(this):
             raise NotImplementedError(
-                f"amp: {function} writes into a {this.dtype} tensor what amp computes in float32. "
+                f"amp: {function} writes float32 results, but its tensor is {this.dtype}. "
                 f"Use {function.rstrip('_')} without the underscore; or call .float() on the "
                 "tensor; or, to compute in 16 bits, put `with amp.disable_casts():` around it."
             )

@@ -21,7 +21,7 @@ class ModuleRecord:
     Attributes:
         name: as in ``model.named_modules()``; "" is the model itself.
         kind: name of its class.
-        parameters: dtypes of its own parameters and of none of its submodules'.
+        parameters: dtypes of its own parameters, without those of its submodules.
         computes: dtype -> number of operations on tensors of this dtype that the module itself
             did; copies, casts and views are not counted.
         outputs: dtypes of the tensors that it returned.
@@ -43,7 +43,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where the first inf or NaN between two ends of ``scale_loss`` arose.
+    """Where the first inf or NaN arose between the ends of two ``scale_loss`` blocks.
 
     Attributes:
         module: name of the module; None if it was outside of the watched models.

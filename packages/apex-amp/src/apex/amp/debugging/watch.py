@@ -37,7 +37,8 @@ def debug(models: Any = None) -> Iterator[DebugReport]:
         stays valid after it.
 
     Raises:
-        RuntimeError: no models are given and amp is not initialized, or such a block is running.
+        RuntimeError: no models are given and amp is not initialized, or another such block is
+            running.
         TypeError: ``models`` is something else.
 
     Example:

@@ -48,7 +48,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def still_in_need(optimizers: Any) -> list[Any]:
-    """The optimizers whose gradients amp must unscale although it is not enabled: as a rule none.
+    """The optimizers whose gradients amp must unscale although it is not enabled: usually none.
 
     An optimizer may have master weights from a call of ``initialize`` before amp was switched off.
     It steps on the masters' gradients, which amp alone fills.

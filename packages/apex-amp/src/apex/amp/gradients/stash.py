@@ -104,7 +104,7 @@ class AmpOptimizerState(AmpCAttributes):
         return any(param.grad is not None for param in itertools.chain(*lists))
 
     def drop_scaled_grads(self) -> None:
-        """Drop what passes with a delayed unscaling have left, and the gradients before them."""
+        """Drop gradients of passes with a delayed unscaling, and the gradients from before them."""
         self.params_have_scaled_gradients = self.is_prepared = False
         for name in ("all_fp16", "all_fp32", "all_fp32_from_fp32"):
             grads = getattr(self, f"{name}_grad_stash")

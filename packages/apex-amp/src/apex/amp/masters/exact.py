@@ -63,8 +63,8 @@ class ExactLoadHook:
     """Lets ``load_state_dict`` bring float32 values to the masters, not only their roundings.
 
     Args:
-        masters: whether there are or may be masters. Without, nothing is kept beside the parameter;
-            assigned entries still get its dtype.
+        masters: whether there are or may be masters. If not, nothing is kept beside the parameter,
+            but assigned entries still get its dtype.
     """
 
     def __init__(self, masters: bool) -> None:
@@ -111,7 +111,7 @@ def add_checkpoint_hooks(model: torch.nn.Module, masters: bool) -> None:
 
     Args:
         model: any module.
-        masters: whether they are to be exact, too, beyond 16 bits.
+        masters: whether checkpoints hold the exact values of masters, too.
     """
     for module in model.modules():
         module.register_state_dict_post_hook(O2StateDictHook())

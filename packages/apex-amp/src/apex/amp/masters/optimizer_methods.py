@@ -85,9 +85,9 @@ def _watched(self: Any, closure: Callable | None) -> Callable | None:
             stash.already_patched = False
             raise RuntimeError(
                 f"amp: gradient overflow in call {calls} of the closure of {type(self).__name__}."
-                "step; a step can be skipped at the first call only, after which the optimizer has "
-                "moved the parameters. Go back to a checkpoint, with a lower static loss_scale or "
-                "at O4, which has none."
+                "step. The step can be skipped at the first call only, because the optimizer then "
+                "moves the parameters. Go back to a checkpoint, and use a lower static loss_scale, "
+                "or O4, which has no loss scale."
             )
         return loss
 

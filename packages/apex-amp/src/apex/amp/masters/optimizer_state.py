@@ -1,4 +1,4 @@
-"""Loads an optimizer's state under amp: for its masters, and only if it is of such an optimizer."""
+"""Loads an optimizer's state under amp: for its masters, and only if it fits the optimizer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
     """Load the state; where there are masters, in float32, without rounding to 16 bits on the way.
 
     Raises:
-        ValueError: it is the state of an optimizer of another kind, or for parameters of other
-            shapes (which is checked for torch's and Apex's optimizers). After this or any other
-            error the optimizer has the state that it had.
+        ValueError: the state is that of another kind of optimizer, or of parameters of other shapes
+            (which is checked for torch's and Apex's optimizers). After this or any other error the
+            optimizer has the state that it had before.
     """
     if self._amp_stash.has_masters:
         self._amp_lazy_init()

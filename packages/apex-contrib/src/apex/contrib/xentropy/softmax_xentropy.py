@@ -35,7 +35,7 @@ def _reference(
     maxima = wide.detach().amax(1)
     shifted = wide - maxima[:, None]
     sums_exp = shifted.exp().sum(1)
-    # A label that is no class reaches this on a GPU alone.
+    # A label that is not a class gets here on a GPU only.
     is_class = (labels >= 0) & (labels < classes)
     of_label = shifted.gather(1, labels.where(is_class, 0))
     of_label = of_label.masked_fill(~is_class & ~is_padding, torch.nan)[:, 0]
@@ -75,8 +75,8 @@ class SoftmaxCrossEntropyLoss:
 
     .. warning::
         **``padding_idx`` is 0 unless you say otherwise: every row with label 0 then has loss 0 and
-        no gradient.** This is Apex's default. Where class 0 is a class, pass ``padding_idx=None``,
-        or, as ``F.cross_entropy`` does, ``-100``.
+        no gradient.** This is Apex's default. If label 0 is a real class, pass
+        ``padding_idx=None``, or ``-100`` as ``F.cross_entropy`` does.
 
     Example:
         >>> logits = torch.randn(4, 10, requires_grad=True)
@@ -100,7 +100,7 @@ class SoftmaxCrossEntropyLoss:
                 may have gaps between them; other strides are copied first. Computed in float32, or
                 float64 for float64, also under autocast, which changes nothing here.
             labels: ``[N]`` int64 on the same device, each in ``[0, C)`` or ``padding_idx``.
-            smoothing: ``s``, the share of the target that all classes have alike; in ``[0, 1]``.
+            smoothing: ``s``, the share of the target spread evenly over all classes; in ``[0, 1]``.
             padding_idx: rows with this label have loss 0 and gradient 0, whatever their logits
                 are. **Default 0, see above**; None: no row is left out.
             half_to_float: give float32 losses for float16 or bfloat16 logits.
@@ -112,9 +112,9 @@ class SoftmaxCrossEntropyLoss:
             ValueError: shapes or devices do not fit, ``smoothing`` is out of range, or
                 ``half_to_float`` is asked for other logits.
             TypeError: a dtype is not one of those above, or one operand alone is a DTensor.
-            RuntimeError: a label is out of range; on the CPU. On a GPU, where the check would wait
-                for the device, that row's loss and gradient are NaN; also where plain PyTorch
-                computes.
+            RuntimeError: a label is out of range, on the CPU. On a GPU, where the check would wait
+                for the device, and where plain PyTorch computes, that row's loss and gradient are
+                NaN instead.
 
         Source:
             Szegedy et al., *Rethinking the Inception Architecture*, CVPR 2016, section 7.
@@ -136,7 +136,7 @@ class SoftmaxCrossEntropyLoss:
 
 
 def _check(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> None:
-    """Raise for arguments that the kernels do not take; labels' values are the kernels' affair."""
+    """Raise for arguments that the kernels do not take; kernels check the labels' values."""
     name = "SoftmaxCrossEntropyLoss"
     check_floating(name, "logits", logits)
     if labels.dtype != torch.int64:

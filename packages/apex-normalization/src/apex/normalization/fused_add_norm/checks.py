@@ -14,7 +14,7 @@ def check_add_operands(
     """Check the operands of one sum and its normalization.
 
     Raises:
-        TypeError: something is no floating-point tensor, or float64 meets another dtype.
+        TypeError: something is not a floating-point tensor, or only some of them are float64.
         ValueError: shapes or devices do not go together, or eps is out of range.
     """
     if not isinstance(weight, Tensor):
@@ -39,6 +39,6 @@ def check_add_operands(
             for argument, t in (("x", x), ("residual", residual), ("weight", weight))
         )
         raise TypeError(
-            f"{name}: x, residual and weight must be floating point, and all of them float64 where "
-            f"one is; got {got}. Cast what differs."
+            f"{name}: x, residual and weight must be floating point, and if one is float64, all "
+            f"must be; got {got}. Cast them."
         )

@@ -46,7 +46,7 @@ def fused_add_layer_norm(
         Autocast changes nothing here.
 
     Raises:
-        TypeError: something is not floating point, or float64 meets another dtype.
+        TypeError: something is not floating point, or only some of them are float64.
         ValueError: shapes or devices do not match, or ``eps`` is negative.
 
     Source:

@@ -16,7 +16,7 @@ from .._shared.native.transforms import kernels_serve
 
 
 def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return ``normalized_shape`` as a tuple; an int, be it numpy's or symbolic, is one dimension.
+    """Return ``normalized_shape`` as a tuple; an int (also numpy's or symbolic) is one dimension.
 
     Raises:
         TypeError: it is neither an int nor a sequence.
@@ -67,7 +67,7 @@ def mixed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_eps(name: str, eps: float) -> None:
-    """Raise ValueError unless ``eps`` is finite and not negative; TypeError if it is no number."""
+    """Raise ValueError unless ``eps`` is finite and not negative, TypeError for no number."""
     try:
         is_good = 0 <= eps < math.inf
     except TypeError:
@@ -91,7 +91,7 @@ def check_operands(
     """Check the operands of one normalization.
 
     Raises:
-        TypeError: ``x`` is no floating-point tensor, or dtypes do not go together.
+        TypeError: ``x`` is not a floating-point tensor, or dtypes do not go together.
         ValueError: shapes or devices do not go together, or eps is out of range.
     """
     if _is_usual(x, weight, bias, shape):
@@ -130,8 +130,8 @@ def check_operands(
 def check_recoverable(name: str, weight: Tensor | None) -> None:
     """Raise ValueError where an input cannot be recovered from the output: a weight is zero.
 
-    Call it where a gradient is wanted. Weights on the CPU are looked at, when nothing is being
-    compiled; on a GPU the host would have to wait for them.
+    Call it where a gradient is wanted. It checks weights on the CPU, outside of compilation; on a
+    GPU the host would have to wait for them.
     """
     if weight is None or torch.compiler.is_compiling():
         return
@@ -148,7 +148,7 @@ def check_recoverable(name: str, weight: Tensor | None) -> None:
 
 
 def rms_eps(x: Any, eps: float | None) -> float:
-    """What ``eps=None`` means: as torch, machine epsilon of the dtype that is computed in."""
+    """What ``eps=None`` means, as in torch: machine epsilon of the dtype of the computation."""
     if eps is not None:
         return eps
     return torch.finfo(statistics_dtype(getattr(x, "dtype", None))).eps

@@ -1,7 +1,8 @@
 """The operators ``torch.ops.apex.fused_*``, under the names and schemas that Apex registers.
 
-Thin: autograd and checks in Python around the operators of ``ops.py``, which cost less a call. Each
-has a fake kernel and, if it is a forward, a gradient, which cannot be differentiated again.
+They are autograd and checks in Python around the operators of ``ops.py``; a call of those costs
+less. Each has a fake kernel and, if it is a forward, a gradient, which cannot be differentiated
+again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _refuse_forward_mode(name: str) -> None:
     raise NotImplementedError(
         f"apex::{name}: operators have no forward-mode derivative, but this call is within "
         "torch.func.jvp, jacfwd, hessian or dual_level. Call the functions of "
-        "apex.normalization.fused_layer_norm, which have."
+        "apex.normalization.fused_layer_norm, which have one."
     )
 
 

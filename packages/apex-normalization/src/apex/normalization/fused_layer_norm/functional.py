@@ -77,9 +77,8 @@ def fused_layer_norm_affine(
 
     On the CPU ``torch.layer_norm`` serves inputs of at most 262,144 elements (65,536 of 16 bits) in
     at most 1024 rows, where it is faster: see ``native.py``. Float32 results there are those of
-    :class:`torch.nn.LayerNorm`, also where a row's mean is many times its standard deviation, which
-    costs its gradients accuracy; ``FusedLayerNormAffineFunction.apply`` has our kernels at every
-    size.
+    :class:`torch.nn.LayerNorm`, whose gradients are less accurate where a row's mean is many times
+    its standard deviation. ``FusedLayerNormAffineFunction.apply`` runs our kernels at every size.
 
     Args:
         input: ``[..., *normalized_shape]``, float64, float32, float16 or bfloat16, any layout
@@ -89,12 +88,11 @@ def fused_layer_norm_affine(
         normalized_shape: sizes of the dimensions that are normalized together; an int is one.
         eps: added to the variance, in units of ``input ** 2``; ``>= 0``.
         memory_efficient: keep the output instead of the input for the backward, which saves memory
-            where the next layer keeps the output anyhow. The input is recovered as
-            ``(output - bias) / weight``; gradients then carry the output's rounding, times
-            ``|bias / weight|`` where that is large. Where a weight is below ``eps``, ``xhat`` comes
-            out too small; where it is zero, nothing of it is left, which raises ValueError for
-            weights on the CPU (elsewhere, and in compiled code, it counts as zero: such a weight
-            gets no gradient).
+            where the next layer keeps the output anyhow. The input is recovered as ``(output -
+            bias) / weight``; gradients then carry the output's rounding, times ``|bias / weight|``
+            where that is large. Where a weight is below ``eps``, the recovered ``xhat`` is too
+            small. Where a weight is zero, ``xhat`` is lost: weights on the CPU then raise
+            ValueError. Elsewhere, and in compiled code, such a weight gets no gradient.
 
     Returns:
         Shape and dtype of ``input``; contiguous. Under autocast everything is cast to the autocast
@@ -102,8 +100,8 @@ def fused_layer_norm_affine(
         float32). float64 stays float64.
 
     Raises:
-        ValueError: shapes or devices do not match, ``eps`` is negative, or ``memory_efficient``
-            meets a weight of zero.
+        ValueError: shapes or devices do not match, ``eps`` is negative, or a weight is zero with
+            ``memory_efficient``.
         TypeError: dtypes are not floating point or differ.
         RuntimeError: with ``memory_efficient``, the gradient is differentiated again.
 
@@ -125,7 +123,7 @@ def fused_layer_norm(
 ) -> Tensor:
     """:func:`fused_layer_norm_affine` without weight and bias.
 
-    ``memory_efficient`` loses nothing here but the output's rounding.
+    Here ``memory_efficient`` costs no accuracy beyond the output's rounding.
     """
     if not memory_efficient:
         y = native.layer_norm(input, None, None, normalized_shape, eps)
@@ -145,7 +143,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """:func:`fused_layer_norm_affine` for weights of another dtype, which becomes the result's.
+    """:func:`fused_layer_norm_affine` for weights of another dtype; the result has the weights'.
 
     Every pair of float64, float32, float16 and bfloat16 works; the result is rounded once. A 16-bit
     input with float32 weights is read and written directly; other pairs cost a cast.
@@ -200,7 +198,7 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float | None = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """:func:`fused_rms_norm_affine` for a weight of another dtype, which becomes the result's."""
+    """:func:`fused_rms_norm_affine` for a weight of another dtype; the result has the weight's."""
     input, weight = autocast(input, weight)
     name = "mixed_dtype_fused_rms_norm_affine"
     return run_rms_norm(name, input, weight, normalized_shape, eps, memory_efficient, mixed=True)

@@ -88,7 +88,7 @@ class _Norm(nn.Module):
                 parameter.sequence_parallel_enabled = enabled
 
     def __prepare_scriptable__(self):
-        """What torch.jit.script asks first: there is no other place for a word on it."""
+        """Raise: torch.jit.script calls this first, and its own error would not say what to do."""
         name = type(self).__name__
         raise NotImplementedError(
             f"{name}: torch.jit.script cannot compile this module, got an instance of {name}. Use "
@@ -116,8 +116,8 @@ class FusedLayerNorm(_Norm):
         memory_efficient: keep the output instead of the input for the backward; see
             :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine` for what it loses.
         bias: whether there is a bias beside the weight.
-        sequence_parallel_enabled: the attribute of this name of weight and bias, by which trainers
-            such as Megatron's know parameters whose gradients are to be summed over the
+        sequence_parallel_enabled: the attribute of this name that weight and bias get. Trainers
+            such as Megatron's sum the gradients of parameters with this attribute over the
             tensor-parallel group, because every process normalizes a part of the sequence.
         device, dtype: of the parameters.
 
@@ -245,7 +245,7 @@ class FusedRMSNorm(_Norm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """:class:`FusedLayerNorm` for input of any floating-point dtype; the weight's is the result's.
+    """:class:`FusedLayerNorm` for input of any floating-point dtype; returns the weight's dtype.
 
     Always has weight and bias. Other keywords than those of :class:`FusedLayerNorm` are ignored
     with a warning.
@@ -272,7 +272,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """:class:`FusedRMSNorm` for input of any floating-point dtype; the weight's is the result's.
+    """:class:`FusedRMSNorm` for input of any floating-point dtype; returns the weight's dtype.
 
     Always has a weight. Other keywords than those of :class:`FusedRMSNorm` are ignored with a
     warning.

@@ -1,11 +1,11 @@
 """Where layer normalization is torch's: small tensors on the CPU.
 
-A call of ours costs Python (checks, an autograd function) where torch's is C++. A choice of
-algorithm by size, as measured by the benchmark norm_sizes.
+Our call runs checks and an autograd function in Python; torch's call is C++. The benchmark
+norm_sizes measures from which size on ours is faster.
 
-torch's 16-bit results are as good as ours, its 16-bit gradients are not: those of weight and bias
-are summed over rows in 16 bits, and mean and rstd are kept in 16 bits unless the weight is float32.
-So for a single row the weight is cast, and for several all is.
+torch's 16-bit results are as accurate as ours, but its 16-bit gradients are not: those of weight
+and bias are summed over rows in 16 bits, and mean and rstd are kept in 16 bits unless the weight is
+float32. Therefore the weight is cast for a single row, and everything is cast for several rows.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def layer_norm(
 ) -> Tensor | None:
     """Return torch's layer normalization where that is the faster one, else None.
 
-    None, too, for whatever torch refuses: our own checks say what is wrong with it, if anything.
+    Also None for operands that torch refuses: our own checks then raise, if something is wrong.
 
     Args:
-        mixed: whether the weight may have another dtype than ``x``, which then is the result's.
+        mixed: whether the weight may have another dtype than ``x``; the result then has the
+            weight's.
     """
     try:
         # Before its size is looked at: that would be a guard in compiled code, which keeps our

@@ -52,7 +52,7 @@ def multi_tensor_l2norm_scale(
 
     Raises:
         RuntimeError: the list is empty, or lists, dtypes, devices or layouts do not match, or
-            ``flag`` is no such number; nothing is written then.
+            ``flag`` is not one int32 number; nothing is written then.
     """
     if not inputs:
         raise RuntimeError("multi_tensor_l2norm_scale: inputs must hold at least one tensor.")

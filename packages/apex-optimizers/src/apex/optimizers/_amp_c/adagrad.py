@@ -26,7 +26,7 @@ def multi_tensor_adagrad(
     (1).
 
     The sums are float32, or of the parameters' dtype. Gradients are not overwritten; the flag is
-    not looked at. See :func:`apex.optimizers.fused_adagrad.ops.adagrad_step`.
+    ignored. See :func:`apex.optimizers.fused_adagrad.ops.adagrad_step`.
     """
     names = ("grads", "params", "sums")
     grads, params, sums = checked_lists("multi_tensor_adagrad", tensor_lists, names)

@@ -28,7 +28,7 @@ def multi_tensor_adam(
 ) -> None:
     """One Adam (``mode`` 0) or AdamW (1) step for lists ``[grads, params, exp_avgs, exp_avg_sqs]``.
 
-    The moments are float32 (for float64 parameters also float64). The flag is not looked at. See
+    The moments are float32 (for float64 parameters also float64). The flag is ignored. See
     :func:`apex.optimizers.fused_adam.ops.adam_step`.
     """
     names = ("grads", "params", "exp_avgs", "exp_avg_sqs")
@@ -96,7 +96,7 @@ def multi_tensor_adam_capturable_master(
     inv_scale: Tensor,
 ) -> None:
     """:func:`multi_tensor_adam_capturable` with a fifth list of float32 masters, which are updated
-    instead of the parameters; those receive them rounded.
+    instead of the parameters and then rounded into them.
     """
     names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
     lists = checked_lists("multi_tensor_adam_capturable_master", tensor_lists, names)

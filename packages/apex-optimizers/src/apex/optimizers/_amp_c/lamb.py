@@ -36,7 +36,7 @@ def multi_tensor_lamb(
 
     ``mode`` 1 is decoupled decay, 0 adds it to the gradient. The moments are float32 or of the
     parameters' dtype. Gradients are left as they are; ``max_grad_norm`` 0 does not clip. The flag
-    is not looked at. See :func:`apex.optimizers.fused_lamb.ops.lamb_step`.
+    is ignored. See :func:`apex.optimizers.fused_lamb.ops.lamb_step`.
     """
     grads, params, exp_avgs, exp_avg_sqs = checked_lists("multi_tensor_lamb", tensor_lists, _NAMES)
     if not params:
@@ -92,8 +92,8 @@ def multi_tensor_lamb_mp(
     """:func:`multi_tensor_lamb` whose changing numbers are tensors on the device.
 
     With a fifth list, parameters and moments are float32, and the new parameters also go, rounded,
-    to that list of float16 or bfloat16. Norm and limit are those of the gradients as given, before
-    they are multiplied by ``inv_scale``: the limit times the loss scale. Nothing is done where
+    to that list of float16 or bfloat16. Norm and limit are those of the gradients before they are
+    multiplied by ``inv_scale``: give the limit times the loss scale. Nothing is done where
     ``found_inf`` or the flag is set.
     """
     names = (*_NAMES, "copies") if len(tensor_lists) == 5 else _NAMES

@@ -33,11 +33,11 @@ def multi_tensor_lars(
 ) -> None:
     """One LARS step for lists ``[grads, params, momentum_buffers]``, or with 16-bit copies.
 
-    ``grad_norms`` and ``param_norms`` [number of tensors] are the norms of the tensors as they are
-    in the lists; ``is_skipped`` leaves them out. Gradients, and their norms, are multiplied by
-    ``scale``. ``dampening``, ``first_run`` and ``wd_after_momentum`` have no effect: buffers start
-    as zeros. With a fourth list, ``params`` are float32 and their new values also go, rounded, to
-    that list of float16 or bfloat16. Nothing is done where the flag is set. See
+    ``grad_norms`` and ``param_norms`` [number of tensors] are the norms of the tensors in the
+    lists; ``is_skipped`` takes no norms. Gradients, and their norms, are multiplied by ``scale``.
+    ``dampening``, ``first_run`` and ``wd_after_momentum`` have no effect: buffers start as zeros.
+    With a fourth list, ``params`` are float32 and their new values also go, rounded, to that list
+    of float16 or bfloat16. Nothing is done where the flag is set. See
     :func:`apex.optimizers.fused_lars.ops.lars_step`.
     """
     names = ("grads", "params", "momentum_buffers", "copies")

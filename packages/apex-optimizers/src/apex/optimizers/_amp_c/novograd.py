@@ -34,7 +34,7 @@ def multi_tensor_novograd(
     ``grad_norms`` [number of tensors], float32, are the running norms: first the norms of these
     gradients (``norm_type`` 2, or 0 for the largest absolute value) are blended into them.
     ``moment_mode`` 0 puts normalization and decay into the moment, 1 after it. Moments are float32,
-    or of the parameters' dtype. Gradients are not overwritten; the flag is not looked at. See
+    or of the parameters' dtype. Gradients are not overwritten; the flag is ignored. See
     :func:`apex.optimizers.fused_novograd.ops.novograd_step`.
     """
     name = "multi_tensor_novograd"

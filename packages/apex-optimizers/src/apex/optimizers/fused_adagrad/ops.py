@@ -37,7 +37,7 @@ def adagrad_step(
         eps: added to the root, in gradient units.
         weight_decay: per step.
         decoupled: see above.
-        maximize: go up instead of down.
+        maximize: maximize instead of minimizing.
 
     Raises:
         RuntimeError: lists, dtypes, devices or layouts do not match, or ``eps`` is negative;

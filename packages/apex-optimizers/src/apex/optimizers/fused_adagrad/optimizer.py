@@ -19,7 +19,7 @@ ADAGRAD_HELD = HeldOps(adagrad_step, __file__)
 
 
 class AdagradBucket(HoldingBucket):
-    """A bucket that hands its lists over once, where that pays."""
+    """A bucket whose lists C++ keeps from step to step, if that is faster."""
 
     held_ops = ADAGRAD_HELD
 
@@ -44,7 +44,7 @@ class FusedAdagrad(FusedOptimizer):
         weight_decay: :math:`\lambda`, per step; ``>= 0``.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.
         adagrad_w_mode: decoupled decay, see above.
-        maximize: go up instead of down.
+        maximize: maximize instead of minimizing.
 
     State, per parameter, made at its first gradient:
         ``sum``: :math:`h_t`, same shape and memory format as the parameter, float32, or float64 for
@@ -53,8 +53,8 @@ class FusedAdagrad(FusedOptimizer):
         load in both directions. 4 bytes per parameter, 8 for float64.
 
     Raises:
-        ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict` also: the state is
-            of a ``torch.optim.Adagrad`` with ``lr_decay`` or ``differentiable``.
+        ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict` also: the state
+            comes from a ``torch.optim.Adagrad`` with ``lr_decay`` or ``differentiable``.
         TypeError: a parameter is not real floating point.
         RuntimeError: in :meth:`step`: a gradient is sparse or does not match its parameter. No
             parameter and no state is changed then.
@@ -131,7 +131,7 @@ class FusedAdagrad(FusedOptimizer):
         return steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of all parameters: torch.optim.Adagrad makes none for a parameter later on."""
+        """The state, with one for every parameter: torch.optim.Adagrad cannot make it later."""
         saved = super().state_dict()
         for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
             for param, index in zip(group["params"], packed["params"], strict=True):

@@ -21,7 +21,7 @@ _scales_of = operator.methodcaller("get", SCALES)
 
 
 class AdamBucket(HoldingBucket):
-    """A bucket that hands its lists over once, where that pays."""
+    """A bucket whose lists C++ keeps from step to step, if that is faster."""
 
     writing_ops = (adam_step_capturable,)  # unscales them
     held_ops = ADAM_HELD

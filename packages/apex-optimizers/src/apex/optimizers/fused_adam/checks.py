@@ -19,13 +19,13 @@ def check_legacy(positional: tuple[Any, ...], named: dict[str, Any]) -> None:
     if unknown or len(positional) > len(given):
         raise TypeError(
             f"FusedAdam.step: expected at most closure, {', '.join(_LEGACY_KEYS)}, each once, got "
-            f"beside closure {len(positional)} positional arguments and {sorted(named)}."
+            f"{len(positional)} positional arguments after closure and keywords {sorted(named)}."
         )
     legacy = {**dict(zip(given, positional, strict=True)), **named}
     if legacy.get("grad_scaler") is not None:
         raise RuntimeError(
-            "FusedAdam.step: grad_scaler is not taken as an argument; call "
-            "grad_scaler.step(optimizer), which hands over scale and overflow flag."
+            "FusedAdam.step: grad_scaler must be None; call grad_scaler.step(optimizer), which "
+            "passes scale and overflow flag to this optimizer."
         )
     for name, value in legacy.items():
         if value is not None:

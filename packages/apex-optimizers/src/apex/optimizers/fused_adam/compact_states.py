@@ -1,4 +1,4 @@
-"""What FusedAdam keeps in fewer bits: made, saved in float32, and loaded again."""
+"""States of FusedAdam in fewer bits: how they are made, saved in float32, and loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CompactStates(FusedOptimizer):
         store_param_remainders: bool,
         use_decoupled_grad: bool,
     ) -> None:
-        """Take the constructor's arguments of these names, before there are parameters."""
+        """Keep the constructor's arguments of these names; called before parameters are added."""
         self.exp_avg_dtype = chosen_dtype("exp_avg_dtype", exp_avg_dtype)
         self.exp_avg_sq_dtype = chosen_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype)
         self.store_param_remainders = store_param_remainders
@@ -45,7 +45,7 @@ class CompactStates(FusedOptimizer):
             )
         if self.store_param_remainders and not self.master_weights:
             raise ValueError(
-                "FusedAdam: store_param_remainders=True is a way to keep masters; it needs "
+                "FusedAdam: store_param_remainders=True stores masters in 16 bits, so it needs "
                 "master_weights=True."
             )
         is_plain = (self.exp_avg_dtype, self.exp_avg_sq_dtype) == (torch.float32, torch.float32)
@@ -79,10 +79,10 @@ class CompactStates(FusedOptimizer):
 
         Args:
             param: one of the optimizer's.
-            store_param_remainders: must be what the constructor was given, if it is given.
+            store_param_remainders: if given, must equal the constructor's argument.
 
         Raises:
-            ValueError: the optimizer has no such parameter, or keeps remainders otherwise.
+            ValueError: ``param`` is not the optimizer's, or ``store_param_remainders`` is wrong.
         """
         if store_param_remainders not in (None, self._keeps_remainder(param)):
             raise ValueError(
@@ -116,7 +116,7 @@ class CompactStates(FusedOptimizer):
         if key == MASTER and value.dtype == torch.int16:
             raise ValueError(
                 "FusedAdam: a master must be given in full, as float32, not as int16 remainders. "
-                "get_unscaled_state() gives it so."
+                "get_unscaled_state() returns it in full."
             )
         if key == MASTER and self._keeps_remainder(param):
             rest = remainder_of(param, value.to(param.device))

@@ -121,7 +121,7 @@ def whole_master(param: Tensor, master: Tensor) -> Tensor:
 
 
 def remainder_of(param: Tensor, master: Tensor) -> Tensor:
-    """The int16 remainder of a float32 master; 0 where the parameter is not that, rounded."""
+    """The int16 remainder of a float32 master; 0 where the parameter is not the rounded master."""
 
     def split(rounded: Tensor, whole: Tensor) -> Tensor:
         bits = whole.float().view(torch.int32)

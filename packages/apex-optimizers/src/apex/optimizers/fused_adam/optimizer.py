@@ -49,13 +49,13 @@ class FusedAdam(CompactStates):
         master_weights: keep a float32 copy of 16-bit parameters, update it, and round into the
             parameter. The copy is made at the first step and is part of the state.
         maximize: use the negative gradient.
-        exp_avg_dtype, exp_avg_sq_dtype: what the moments of parameters other than float64 are kept
-            in: float32, bfloat16, or float16 or float8_e4m3fn (or uint8, which means the same) with
-            a scale per tensor that follows the largest value. The mathematics stays float32.
-        master_weight_dtype: float32, the only one there is.
-        store_param_remainders: with ``master_weights``: of the masters of bfloat16 parameters keep
-            only the 16 bits that the parameter lacks. The parameter is then the master rounded with
-            ties away from zero, instead of to even.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes in which the moments are stored, except those of
+            float64 parameters: float32, bfloat16, float16, or float8_e4m3fn (or uint8). The last
+            two have a scale per tensor that follows the largest value. Arithmetic is float32.
+        master_weight_dtype: float32; no other dtype is supported.
+        store_param_remainders: with ``master_weights``: keep only those 16 bits of a bfloat16
+            parameter's master that the parameter lacks. The parameter is then the master rounded
+            with ties away from zero, instead of to even.
         use_decoupled_grad: take gradients from the parameters' attribute ``decoupled_grad``, of any
             16- or 32-bit dtype, instead of ``grad``; ``zero_grad`` then sets that to None.
 
@@ -69,7 +69,7 @@ class FusedAdam(CompactStates):
         moments 4, with float8 2; masters 4 more, remainders 2 more.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or a dtype is none of those.
+        ValueError: a hyper-parameter is out of range, or a dtype is not one of those above.
         TypeError: a parameter is not real floating point.
         RuntimeError: ``amsgrad``; ``capturable`` with states of other dtypes than float32; in
             :meth:`step`: a gradient is sparse or does not match its parameter. No parameter and no
@@ -171,16 +171,16 @@ class FusedAdam(CompactStates):
     def check_saved_group(self, saved: dict[str, Any]) -> None:
         if saved.get("amsgrad"):
             raise ValueError(
-                "FusedAdam.load_state_dict: the state is of an optimizer with amsgrad=True, which "
-                "FusedAdam does not support."
+                "FusedAdam.load_state_dict: the state comes from an optimizer with amsgrad=True, "
+                "which FusedAdam does not support."
             )
         decoupled = saved.get("decoupled_weight_decay", bool(self.adam_w_mode))
         if decoupled != bool(self.adam_w_mode) and saved.get("weight_decay"):
             names = ("Adam with L2 regularisation", "AdamW")
             raise ValueError(
-                f"FusedAdam.load_state_dict: the state is of {names[decoupled]}, but this is "
-                f"FusedAdam(adam_w_mode={bool(self.adam_w_mode)}), that is "
-                f"{names[bool(self.adam_w_mode)]}, and weight_decay is {saved['weight_decay']}."
+                f"FusedAdam.load_state_dict: the state comes from {names[decoupled]} with "
+                f"weight_decay={saved['weight_decay']}, but this is {names[bool(self.adam_w_mode)]}"
+                f": give FusedAdam adam_w_mode={decoupled}."
             )
 
     @torch.no_grad()
@@ -193,7 +193,7 @@ class FusedAdam(CompactStates):
             closure: evaluates the model again and returns the loss.
             legacy, named_legacy: ``grads``, ``output_params``, ``scale``, ``grad_norms`` and
                 ``grad_scaler``, in this order, which old scripts pass as None. (They are not in the
-                signature because GradScaler would hand over itself, which it has deprecated.)
+                signature, because GradScaler would then pass itself, which torch has deprecated.)
 
         Returns:
             What ``closure`` returned, or None.

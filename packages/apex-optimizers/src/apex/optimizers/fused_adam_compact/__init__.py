@@ -43,11 +43,11 @@ def adam_step_compact(
         grads: float32, float16 or bfloat16, whatever the parameters' dtype; read only.
         exp_avgs, exp_avg_sqs: float32, float16, bfloat16 or float8_e4m3fn, each list of one dtype.
         masters: empty; or float32 values that are updated instead of ``params``, which then receive
-            them rounded; or int16, with bfloat16 ``params``: the lower half of a float32 master
-            whose upper half is the parameter, one more where the remainder is negative.
+            them rounded; or int16, with bfloat16 ``params``: the lower half of a float32 master.
+            The parameter is the master's upper half, plus one unit where the remainder is negative.
         scales: float32 [len(params), 2], or None for 1: the stored ``exp_avg`` and ``exp_avg_sq``
             are multiplied by it when they are read.
-        new_scales: the same, for what is stored. Powers of two round nothing.
+        new_scales: the same for the values that are written. Powers of two cause no rounding.
         step: 1 for the first step.
         bias_correction: divide the moments by ``1 - beta**step``.
         decoupled: AdamW; else the decay is added to the gradient.

@@ -21,7 +21,7 @@ class LambBucket(Bucket):
     grad_norm: Tensor | None = None  # [1], on the bucket's device; None where nothing is clipped
 
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
-        """Call ``lamb_step``; for shards pass by pass, with the squares of all shards between."""
+        """Call ``lamb_step``; for shards in two passes, with a sum over all shards between."""
         if not self.is_sharded:
             super().run(op, *hyper)
             return

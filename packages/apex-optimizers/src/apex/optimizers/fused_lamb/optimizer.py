@@ -22,10 +22,10 @@ class FusedLAMB(LambOptimizer):
               + \lambda p_{t-1}, \qquad
         p_t = p_{t-1} - \eta \frac{\lVert p_{t-1} \rVert}{\lVert u_t \rVert} u_t
 
-    The norm of the gradient :math:`\hat g` is one over all parameters of all groups; those of
-    :math:`p` and :math:`u` are of each parameter. Their ratio counts as 1 where one of them is 0,
-    and in groups with :math:`\lambda = 0` unless ``use_nvlamb``. With ``adam_w_mode=False`` the
-    decay goes into the gradient: ``g += weight_decay * p``.
+    The norm of the gradient :math:`\hat g` is taken over all parameters of all groups together,
+    those of :math:`p` and :math:`u` for each parameter. Their ratio is replaced by 1 where one of
+    them is 0, and in groups with :math:`\lambda = 0` unless ``use_nvlamb``. With
+    ``adam_w_mode=False`` the decay goes into the gradient: ``g += weight_decay * p``.
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
@@ -44,7 +44,7 @@ class FusedLAMB(LambOptimizer):
         max_grad_norm: :math:`\gamma`, in gradient units; ``>= 0``; 0 does not clip. May differ
             between groups.
         use_nvlamb: use the ratio of norms also in groups without decay.
-        maximize: ascend.
+        maximize: maximize instead of minimizing.
         capturable: keep ``lr`` and ``step`` on the device; see :class:`FusedAdam`.
 
     State, per parameter, same shape and memory format as the parameter:
@@ -59,7 +59,7 @@ class FusedLAMB(LambOptimizer):
             parameter. No parameter and no state is changed then.
 
     Note:
-        Unlike Apex's: gradients are left as they are; ``max_grad_norm`` of every group is honoured,
+        Unlike Apex's: gradients are left as they are; every group uses its own ``max_grad_norm``,
         and 0 switches clipping off; bfloat16 and float64 work; moments of 16-bit parameters are
         float32; a parameter counts its own steps. A step moves 44 bytes per float32 parameter: 4 to
         take the norm of gradients, 24 for the moments, 16 for the update; the norm is float64 only

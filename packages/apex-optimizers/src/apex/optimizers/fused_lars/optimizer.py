@@ -36,24 +36,24 @@ class FusedLARS(MomentumOptimizer):
             or a tensor of one element; a float32 tensor on the parameters' GPU is read there. May
             be left out if every group has its own.
         momentum: :math:`\mu`, decay of the buffer per step; ``>= 0``.
-        dampening: accepted, of no effect.
+        dampening: accepted, but has no effect.
         weight_decay: :math:`\lambda`, per step; ``>= 0``.
         trust_coefficient: :math:`\tau`; ``>= 0``.
         eps: :math:`\epsilon`, added to the norms, in gradient units; ``>= 0``.
         nesterov: needs ``momentum > 0`` and ``dampening == 0``.
-        wd_after_momentum: accepted, of no effect.
+        wd_after_momentum: accepted, but has no effect.
         materialize_master_grads: with :mod:`apex.amp` and master weights: ``True`` takes unscaled
             gradients of the masters; ``False`` the model's scaled 16-bit gradients, which are
             unscaled in the same launch.
         set_grad_none: ``zero_grad()`` sets gradients to None; ``False`` leaves that to torch, whose
             default is the same.
-        maximize: go up instead of down.
+        maximize: maximize instead of minimizing.
 
     State, per parameter:
         ``momentum_buffer``: same shape and memory format as the parameter, float32, or float64 for
-        float64 parameters; none if ``momentum`` is 0. Not that of :class:`torch.optim.SGD`: the
-        learning rate is in it, and its sign is that of the update. 4 bytes per parameter, 8 for
-        float64.
+        float64 parameters; none if ``momentum`` is 0. It differs from that of
+        :class:`torch.optim.SGD`: it includes the learning rate, and has the sign of the update. 4
+        bytes per parameter, 8 for float64.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or missing.
@@ -63,8 +63,8 @@ class FusedLARS(MomentumOptimizer):
 
     Note:
         Differs from Apex in that the norm is that of the unscaled gradient, a group's own ``eps``
-        counts, bfloat16 and float64 are updated, and buffers of 16-bit parameters are float32. With
-        master weights of :mod:`apex.amp` the same launch writes the model's 16-bit parameters.
+        is used, bfloat16 and float64 are updated, and buffers of 16-bit parameters are float32.
+        With master weights of :mod:`apex.amp` the same launch writes the model's 16-bit parameters.
         Norms stay on the device: a step waits for nothing. With momentum it moves 28 bytes per
         float32 parameter. A ``nan`` gradient reaches all of its tensor. An ``inf`` gradient makes
         :math:`r = 0`: its own element becomes ``nan``, the others move by momentum alone, and
@@ -126,7 +126,7 @@ class FusedLARS(MomentumOptimizer):
         check_not_negative(self.name, group, ("trust_coefficient", "eps"))
 
     def buffer_dtype(self, param: Tensor) -> torch.dtype:
-        """float32 for 16-bit parameters: what is in a buffer is too small for float16."""
+        """float32 for 16-bit parameters, because values in the buffer are too small for float16."""
         return state_dtype(param)
 
     def run_launch(self, launch: Launch, lr: float, device_lr: Tensor | None, scale: float) -> None:

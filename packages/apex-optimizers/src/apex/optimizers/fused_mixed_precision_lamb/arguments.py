@@ -30,8 +30,8 @@ def given_grad_scaler(*arguments: Any, **named: Any) -> torch.amp.GradScaler | N
     """
     if len(arguments) + len(named) > 1 or set(named) - {"grad_scaler"}:
         raise TypeError(
-            "FusedMixedPrecisionLamb.step: expected at most closure and grad_scaler, got beside "
-            f"closure {len(arguments)} positional arguments and {sorted(named)}."
+            "FusedMixedPrecisionLamb.step: expected at most closure and grad_scaler, got "
+            f"{len(arguments)} positional arguments after closure and keywords {sorted(named)}."
         )
     scaler = named.get("grad_scaler", *arguments)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):

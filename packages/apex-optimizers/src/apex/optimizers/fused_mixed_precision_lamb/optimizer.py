@@ -32,16 +32,16 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             any format.
         lr: learning rate, a number or a tensor of one element; ``>= 0``. Kept per group as float32
             on the device; numbers that a scheduler assigns are accepted.
-        step: count of steps that parameters have taken before their first step here; ``>= 0``.
+        step: number of steps that the parameters have taken before; ``>= 0``.
         bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging: as for
             :class:`apex.optimizers.FusedLAMB`.
-        max_grad_norm: what the unscaled gradient of all groups together is clipped to; ``>= 0``; 0
-            does not clip. May differ between groups.
+        max_grad_norm: limit for the norm of the unscaled gradients of all groups together; ``>=
+            0``; 0 does not clip. May differ between groups.
         use_nvlamb: use the ratio of norms also in groups without decay.
         reduced_precision_dtype: float16 or bfloat16: parameters of this dtype have a float32
             master, which is updated, and rounded into the parameter. It is made at the first step,
             after DistributedDataParallel has broadcast the weights. None: no masters.
-        maximize: ascend.
+        maximize: maximize instead of minimizing.
 
     State, per parameter, same shape and memory format as the parameter:
         ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters; ``master_param``:
@@ -58,11 +58,11 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             parameter. No parameter and no state is changed then.
 
     Note:
-        ``torch.amp.GradScaler.step(optimizer)`` hands over loss scale and overflow flag; nothing is
-        changed, and no step counted, where the flag is set, without waiting for the device. Unlike
-        Apex's: masters are part of the state; dtypes may differ within a group; all parameters may
-        lack gradients; the flag of this very step decides whether it counts. Weights that are
-        loaded into the model alone win over their masters in the next step.
+        ``torch.amp.GradScaler.step(optimizer)`` passes loss scale and overflow flag on. If the flag
+        is set, nothing is changed and no step is counted; the host does not wait for the device.
+        Unlike Apex's: masters are part of the state; dtypes may differ within a group; all
+        parameters may lack gradients; a step's own flag decides whether the step is counted. If you
+        load weights into the model alone, the next step uses them instead of the masters.
 
     Source:
         You et al., *Large Batch Optimization for Deep Learning: Training BERT in 76 minutes*, ICLR
@@ -174,7 +174,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             closure: evaluates the model again and returns the loss.
             grad_scaler: a :class:`torch.amp.GradScaler`; then this is
                 ``grad_scaler.step(optimizer)``, after ``closure`` if there is one. (It is not in
-                the signature because GradScaler would hand over itself, which it has deprecated.)
+                the signature, because GradScaler would then pass itself, which torch has
+                deprecated.)
 
         Returns:
             What ``closure`` returned, or None.

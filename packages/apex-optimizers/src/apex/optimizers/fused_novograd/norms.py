@@ -1,8 +1,8 @@
-"""The running norms of a group: ``group["exp_avg_sq"]``, a number per parameter and no more.
+"""The running norms of a group: ``group["exp_avg_sq"]``, one number per parameter.
 
-A vector per kind of parameter, in the order of the group's parameters: 16-bit, float32, and, where
-there are any, float64. Vectors are float32, that of float64 parameters float64; a parameter that
-has not taken a step has 0.
+There is a vector for each kind of parameter: 16-bit, float32, and, if there are any, float64. Each
+is in the order of the group's parameters. Vectors are float32, and float64 for float64 parameters.
+A parameter that has not taken a step has 0.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class GroupNorms:
         self._known: dict[int, tuple[dict[str, Any], dict[Tensor, _Place]]] = {}
 
     def forget_others(self, groups: list[dict[str, Any]]) -> None:
-        """Let go of groups that were taken out of the optimizer."""
+        """Forget groups that were removed from the optimizer."""
         if list(self._known) != list(map(id, groups)):
             kept = {id(group): self._known.get(id(group)) for group in groups}
             self._known = {key: known for key, known in kept.items() if known is not None}
 
     def adopt(self, groups: list[dict[str, Any]]) -> None:
-        """Note the places of norms that were loaded, or copied, with groups as they are now."""
+        """Note the places of loaded or copied norms, for the groups' present parameters."""
         for group in groups:
             if NORMS in group and [v.numel() for v in group[NORMS]] == _counts(group["params"]):
                 self._known[id(group)] = group, _places(group["params"])
 
     def align(self, groups: list[dict[str, Any]]) -> None:
-        """Move norms to where parameters belong now: whoever gets a copy knows no former dtypes."""
+        """Move norms to the parameters' present places: a copy does not know the earlier dtypes."""
         for group in groups:
             if NORMS in group and id(group) in self._known:
                 self._align(group, _places(group["params"]))
@@ -98,7 +98,7 @@ def conform(
     if vectors is None:
         if any(has_state):
             raise ValueError(
-                f"FusedNovoGrad.load_state_dict: the state has moments, but its group no {NORMS!r}."
+                f"FusedNovoGrad.load_state_dict: the state has moments, but no {NORMS!r}."
             )
         return None
     vectors = [_NONE if vector is None else vector for vector in vectors]

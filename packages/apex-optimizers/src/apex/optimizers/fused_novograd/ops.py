@@ -64,8 +64,8 @@ def novograd_step(
         bias_correction: without it both divisors with ``step`` are 1.
         is_max_norm: ``n`` is the largest absolute value, not the Euclidean norm.
         first_run: the content of ``norms`` is not used; with ``device_step`` only where that is 1.
-        grad_norms: float64 [len(params)]: the norms of the gradients as they are given, not scaled,
-            where ``grads`` are shards of them. None: they are taken here.
+        grad_norms: float64 [len(params)]: the norms of the whole gradients, not scaled, if
+            ``grads`` are shards. None: the operator takes the norms itself.
         device_lr: float32, one element; used instead of ``lr`` and read on the device.
         device_step: int32, one element; used instead of ``step``.
         inv_scale: float32, one element: gradients are multiplied by it. None is 1.

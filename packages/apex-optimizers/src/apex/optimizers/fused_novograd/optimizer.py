@@ -49,7 +49,7 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: 2, Euclidean, or 0, maximum.
         init_zero: :math:`N_0 = 0` instead of :math:`N_1 = \lVert g_1 \rVert`.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.
-        maximize: go up instead of down.
+        maximize: maximize instead of minimizing.
         capturable: keep ``lr`` and ``step`` on the device; see :class:`FusedAdam`.
 
     State, per parameter:
@@ -70,9 +70,9 @@ class FusedNovoGrad(FusedOptimizer):
             or does not match its parameter. No parameter and no state is changed then.
 
     Note:
-        Differs from Apex in that parameters may have no gradient at times or join later: each one's
-        first gradient starts its own norm, and bias correction follows its own step count; and in
-        that moments of 16-bit parameters are float32. Norms stay on the device: a step waits for
+        Differs from Apex in that parameters may have no gradient at times or be added later: a
+        parameter's first gradient starts its norm, and bias correction uses its own step count.
+        Moments of 16-bit parameters are float32. Norms stay on the device: a step waits for
         nothing. It moves 24 bytes per float32 parameter. A ``nan`` gradient reaches all of its
         tensor. An ``inf`` gradient makes the norm infinite for good: its own element becomes
         ``nan``, and the gradients of the others count as 0 from then on. Use :mod:`apex.amp` or a
@@ -153,7 +153,7 @@ class FusedNovoGrad(FusedOptimizer):
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; norms are in the order of the parameters and of their dtypes as they are."""
+        """The state; norms are in the order of the parameters, by their present dtypes."""
         self._norms.align(self.param_groups)
         return super().state_dict()
 

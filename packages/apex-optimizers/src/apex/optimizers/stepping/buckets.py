@@ -179,8 +179,8 @@ def call_matched(
 ) -> list[Tensor]:
     """Call a step operator; return the gradients that it used, copies where layouts differed.
 
-    The operator itself asks how gradients lie in memory, before it writes: to ask here takes a
-    fifth of the time of a step of small tensors.
+    The operator itself checks the memory layout of gradients before it writes. A check here would
+    take a fifth of the time of a step of small tensors.
 
     Args:
         call: the operator, as a function of the gradients.
@@ -202,10 +202,10 @@ def call_matched(
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Where tensors are, and as what; equal lists mean that nobody gave them other memory.
+    """Addresses, strides and dtypes of tensors; equal lists mean that no tensor got other memory.
 
-    An address alone would not do: a view with another dtype or other strides may have the same,
-    and all empty tensors have the address 0.
+    Addresses are not enough: a view with another dtype or other strides may have the same one, and
+    all empty tensors have the address 0.
     """
     return [
         _addresses_of(tensors),

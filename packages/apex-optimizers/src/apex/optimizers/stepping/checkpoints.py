@@ -113,8 +113,8 @@ def _restore_all(optimizer: Any, pairs: list[tuple[Tensor, dict[str, Any]]]) -> 
 
 
 def check_saved_tensor(optimizer: str, param: Tensor, key: str, value: Any) -> None:
-    """Raise ValueError unless a saved state has its parameter's shape, of floats, and is sharded or
-    not as that is.
+    """Raise ValueError unless a saved state is floating point, of its parameter's shape, and
+    sharded if the parameter is.
     """
     where = f"{optimizer}.load_state_dict: state {key!r}"
     if not (isinstance(value, Tensor) and value.is_floating_point()):
@@ -143,7 +143,7 @@ def _check_count(optimizer: str, step: Any) -> None:
     if not is_one:
         got = describe(step) if isinstance(step, Tensor) else repr(step)
         raise ValueError(
-            f"{optimizer}.load_state_dict: step must be a number, or a tensor of one, got {got}."
+            f"{optimizer}.load_state_dict: step must be a number or one-element tensor, got {got}."
         )
 
 

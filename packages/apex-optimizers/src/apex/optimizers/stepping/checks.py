@@ -51,7 +51,7 @@ def check_not_negative(optimizer: str, group: dict[str, Any], names: Iterable[st
 def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
     """Raise TypeError or ValueError for the first hyper-parameter that is no number.
 
-    What the last group holds is looked at before the first one is stepped.
+    All groups are checked before the first one is stepped.
     """
     for group in groups:
         for name in _NUMBERS:

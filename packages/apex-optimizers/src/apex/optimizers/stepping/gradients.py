@@ -47,7 +47,7 @@ def check_gradients(
         if differ_in_placement(param, grad):
             raise RuntimeError(
                 f"{op}: parameter {index} and its gradient are not sharded alike: {_placed(param)} "
-                f"and {_placed(grad)}. Redistribute the gradient as its parameter is."
+                f"and {_placed(grad)}. Redistribute the gradient to the parameter's placements."
             )
         is_typed = grad.dtype == param.dtype or (any_dtype and grad.dtype in _SMALL_FLOATS)
         if not is_typed or (grad.shape, grad.device) != (param.shape, param.device):
@@ -98,8 +98,8 @@ def check_states(
                 got = describe(state[key]) if isinstance(state[key], Tensor) else repr(state[key])
                 raise RuntimeError(
                     f"{op}: state {key!r} of parameter {index} is {got}, but the parameter is "
-                    f"{describe(param)}. Give it a state of its shape, or take the old one out of "
-                    "optimizer.state: it then starts anew."
+                    f"{describe(param)}. Replace the state by one of this shape, or remove the "
+                    "parameter's entry from optimizer.state, which makes a new one."
                 )
     for key in keys:
         kept = [state[key] for state in states if key in state]

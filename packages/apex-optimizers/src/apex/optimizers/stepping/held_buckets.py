@@ -15,7 +15,7 @@ _Lists = tuple[list[Tensor], ...]
 
 
 class HoldingBucket(Bucket):
-    """A bucket that hands its lists over once, where that pays."""
+    """A bucket whose lists C++ keeps from step to step, if that is faster."""
 
     held_ops: ClassVar[HeldOps]
 

@@ -34,11 +34,12 @@ class HeldOps:
 
     ``hold`` keeps handles on the tensors of all lists of the step operator, of which any may be
     empty, and returns their number. They live until ``release``. Python's cycle collector does not
-    see that, so that a tensor which leads back to who releases the lists would never be freed.
+    see these handles, so a tensor that refers to the owner of the lists would never be freed.
     ``step`` takes that number, the number under which gradients are held or 0, the gradients (or,
-    where they are held, one of them), and what else the step operator takes: same checks, errors
-    and results, and RuntimeError for another number. Pointers, sizes and dtypes are read anew in
-    each call, so ``param.data = ...`` is noticed. ``count`` tells how many lots of lists are held.
+    where they are held, one of them), and the other arguments of the step operator. Checks, errors
+    and results are the same; an unknown number raises RuntimeError. Pointers, sizes and dtypes are
+    read anew in each call, so ``param.data = ...`` is noticed. ``count`` returns how many sets of
+    lists are held.
 
     Args:
         plain: the step operator, called ``<name>_step``; the others are ``<name>_hold`` and so on.
@@ -72,7 +73,7 @@ class HeldOps:
 
 
 class HeldLists:
-    """Owner of one lot of held lists; they are released with it. Not to be copied or pickled."""
+    """Owner of one set of held lists, which are released with it. Do not copy or pickle it."""
 
     def __init__(self, ops: HeldOps, lists: list[list[Tensor]]) -> None:
         self.number: int = ops.hold(*lists)
@@ -83,10 +84,10 @@ class HeldLists:
 
 
 class KeptGradients:
-    """Holds gradients, too, where every step has the same ones.
+    """Holds gradients, too, if every step has the same tensors.
 
-    So it is where gradients are set to zero, or copied into, between steps. Where they are set to
-    None nothing may be held: they are to die at once. A weak reference tells the two apart.
+    That is so if gradients are set to zero, or copied into, between steps. Gradients that are set
+    to None must be freed at once, so they are not held. A weak reference tells the two cases apart.
     """
 
     def __init__(self, ops: HeldOps) -> None:
@@ -102,7 +103,7 @@ class KeptGradients:
         survived = self._first is not None and self._first() is grads[0]
         self._kept = self._held = None
         self._first = weakref.ref(grads[0])
-        # Of a gradient that is in memory the negative of itself, C++ would get a copy.
+        # Of a gradient with torch's negative bit, C++ would get a copy.
         if not survived or any(map(_may_refer, grads)) or any(map(Tensor.is_neg, grads)):
             return 0
         lists: list[list[Tensor]] = [[] for _ in range(self._ops.lists)]
@@ -112,7 +113,7 @@ class KeptGradients:
 
 
 class Holder:
-    """Holds lists from the second step with the same tensors on, where that pays."""
+    """Holds lists from the second step with the same tensors on, if that is faster."""
 
     def __init__(self, ops: HeldOps, params: list[Tensor]) -> None:
         self._ops = ops
@@ -174,7 +175,7 @@ def _is_same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _release(ops: HeldOps, like: Tensor, number: int) -> None:
-    # The cycle collector may call this amid someone's tracing, which this call is no part of.
+    # The cycle collector may call this while other code is traced: keep it out of that trace.
     with _disable_current_modes():
         ops.release(like, number)
 
@@ -182,8 +183,8 @@ def _release(ops: HeldOps, like: Tensor, number: int) -> None:
 def is_worth_holding(params: list[Tensor]) -> bool:
     """Whether there are many small tensors.
 
-    A moment that somebody takes out of the state, to free its memory, lives until the next step
-    if it is held; so large ones are not.
+    If a user removes a held moment from the state, the next step frees its memory. Therefore large
+    moments are not held.
     """
     return (
         len(params) >= MIN_TENSORS
@@ -193,12 +194,12 @@ def is_worth_holding(params: list[Tensor]) -> bool:
 
 
 def can_hold(params: list[Tensor], states: Iterable[list[Tensor]]) -> bool:
-    """Whether holding these tensors harms nobody.
+    """Whether these tensors can be held without side effects.
 
-    What C++ holds is beyond the cycle collector: an attribute or a hook of a parameter that refers
-    to the optimizer would keep both for ever. (Torch itself never frees such cycles through hooks
-    of accumulation.) And ``torch.utils.swap_tensors``, by which modules convert parameters if so
-    told, refuses tensors with a second owner.
+    The cycle collector does not see what C++ holds: if an attribute or a hook of a held parameter
+    refers to the optimizer, neither is ever freed. (Torch itself never frees such cycles through
+    hooks of accumulation.) And ``torch.utils.swap_tensors``, with which modules convert parameters
+    if configured so, refuses tensors with a second owner.
     """
     return (
         not torch.__future__.get_swap_module_params_on_conversion()
@@ -208,8 +209,8 @@ def can_hold(params: list[Tensor], states: Iterable[list[Tensor]]) -> bool:
 
 
 def _may_refer(tensor: Tensor) -> bool:
-    # Unpickled parameters have an empty dict of hooks, others None. What a graph refers to is
-    # anybody's guess.
+    # Unpickled parameters have an empty dict of hooks, others None. What a graph refers to is not
+    # known.
     return (
         bool(tensor._backward_hooks)
         or tensor.grad_fn is not None

@@ -17,9 +17,10 @@ _UNKNOWN: Mark = (-1, -1)
 class MasterMarks:
     """The state in which a step left parameters that have masters.
 
-    A parameter that was changed since, by ``load_state_dict`` of its model, say, or by ``clamp_``,
-    wins over its master wherever it is not the master, rounded: else the next step would undo the
-    change. ``param.data.clamp_()`` changes no count and is not noticed.
+    If a parameter was changed since, for instance by ``load_state_dict`` of its model or by
+    ``clamp_``, its values replace the master's wherever they differ from the rounded master.
+    Otherwise the next step would undo the change. ``param.data.clamp_()`` changes no count and is
+    not noticed.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class MasterMarks:
         self._addresses = list(map(Tensor.data_ptr, shards))
 
     def count(self) -> None:
-        """Take account of one more change, which was ours."""
+        """Count a change of the parameters that the optimizer made itself."""
         self._versions = [version + 1 for version in self._versions]
 
     def known(self, params: Iterable[Tensor]) -> dict[int, Mark]:

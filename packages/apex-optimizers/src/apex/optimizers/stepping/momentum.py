@@ -200,7 +200,7 @@ class MomentumOptimizer(CheckedOptimizer):
 
     def _run_all(self, launches: list[Launch]) -> None:
         for launch in launches:
-            # Of a single launch that is not new the kernel itself checks all before it writes.
+            # If there is one launch, which is not new, its kernel checks everything itself.
             if launch.is_new:
                 launch.check()
             elif len(launches) > 1:

@@ -59,7 +59,7 @@ class Launch:
         return dataclasses.replace(self, whole=self.params[0], **local)
 
     def ready_holder(self) -> Holder | None:
-        """Who holds all lists but those of gradients, if C++ has them and they are the same."""
+        """The holder whose lists (all but the gradients) C++ already has, or None."""
         if self.holder is None or self.whole is not None:
             return None
         held = self.holder.lists_of(self.params, (self.buffers, self.copies), self.grads)
@@ -97,8 +97,8 @@ class GroupLaunches:
     """Divides a parameter group by device, dtypes and presence of a momentum buffer.
 
     The division holds until parameters, their memory, or the pattern of missing gradients and
-    buffers change. Gradients and buffers themselves are read anew in every step. Of one launch
-    alone the operator itself refuses parameters and buffers that changed, before it writes.
+    buffers change. Gradients and buffers themselves are read anew in every step. If there is one
+    launch only, the operator itself refuses parameters and buffers that changed, before it writes.
     """
 
     def __init__(self, optimizer: str, held_ops: HeldOps | None) -> None:

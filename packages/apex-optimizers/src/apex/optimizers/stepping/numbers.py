@@ -14,7 +14,7 @@ from .sharding import whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What a GradScaler hands over, for one step."""
+    """What a GradScaler passes to one step."""
 
     inv_scale: Tensor | None  # float32, one element; None: gradients are not scaled
     found_inf: Tensor | None  # float32, one element; not 0: skip the step. None: 0
@@ -45,7 +45,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
-    """What changes from step to step; with ``capturable`` the tensors count, else the numbers."""
+    """The numbers of a step: with ``capturable`` the tensors are used, else the Python numbers."""
 
     lr: float
     step: int  # 1 for the first

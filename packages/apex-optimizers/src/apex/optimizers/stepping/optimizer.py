@@ -217,8 +217,8 @@ class FusedOptimizer(CheckedOptimizer):
             return
         raise RuntimeError(
             f"{self.layout.optimizer}.step: a CUDA graph is being captured, but this optimizer "
-            "counts its steps on the host: every replay would take the number of this one. Make "
-            f"it with {self.layout.optimizer}(..., capturable=True), or step outside the graph."
+            "counts its steps on the host: every replay would use the same step number. Make it "
+            f"with {self.layout.optimizer}(..., capturable=True), or step outside the graph."
         )
 
     def step_buckets(self, buckets: list[Bucket]) -> None:

@@ -31,8 +31,8 @@ class BucketCache:
     def collect(self, optimizer: Any) -> list[Bucket]:
         """Buckets with this step's gradients, of all groups that have any.
 
-        All gradients and states are checked before a state is made or changed. Of one bucket that
-        is not new the kernel itself checks everything before it writes.
+        All gradients and states are checked before a state is made or changed. If there is one
+        bucket only and it is not new, the kernel itself checks everything before it writes.
 
         Raises:
             RuntimeError: a gradient, parameter or state cannot be used.

@@ -13,7 +13,7 @@ from torch import Tensor
 class StateOrder:
     """The order of an optimizer's state, by which entries are found without hashing tensors.
 
-    No entry is kept: whoever takes one out of the state, or clears that, frees its memory.
+    No entry is kept alive: removing it from the state, or clearing the state, frees its memory.
     """
 
     def __init__(self) -> None:

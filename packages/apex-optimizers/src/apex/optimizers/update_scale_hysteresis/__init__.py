@@ -26,15 +26,15 @@ def update_scale_hysteresis(
 ) -> None:
     """Update a dynamic loss scale in place, on its device, without waiting for it.
 
-    A step with inf or NaN uses up one of ``hysteresis`` that are tolerated in a row; when none is
-    left the scale is multiplied by ``backoff_factor`` at each further one. After
-    ``growth_interval`` clean steps it is multiplied by ``growth_factor``, unless float32 would
-    overflow. A clean step restores the tolerance.
+    The ``hysteresis``-th step with inf or NaN since the last clean step, and each further one,
+    multiplies the scale by ``backoff_factor``. ``growth_interval`` clean steps multiply it by
+    ``growth_factor``, unless float32 would overflow.
 
     Args:
         current_scale: float32, one element.
         growth_tracker: int32, one element: clean steps since the scale last changed.
-        hysteresis_tracker: int32, one element: how many more are tolerated, plus one.
+        hysteresis_tracker: int32, one element: how many more steps with inf or NaN keep the scale,
+            plus one.
         found_inf: float32, one element: > 0 where this step has inf or NaN.
         growth_factor, backoff_factor: factors without unit; ``> 0``.
         growth_interval: steps; ``>= 1``.

@@ -1,4 +1,4 @@
-"""Process groups of the wrappers' own, taken over by later wrappers when theirs is gone."""
+"""Process groups that belong to one wrapper each, and pass to later wrappers when it is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OwnGroup:
     settled: bool = True  # no collective on it is under way or has failed
 
     def is_free(self) -> bool:
-        """Whether this rank could do without it."""
+        """Whether no owner on this rank needs it any more."""
         return self.settled and self.owner() is None
 
 
@@ -31,13 +31,13 @@ _groups: weakref.WeakKeyDictionary[Any, list[OwnGroup]] = weakref.WeakKeyDiction
 def take_groups(count: int, owner: object, device: torch.device) -> list[OwnGroup]:
     """``count`` groups for ``owner`` alone, until it is garbage; a collective call.
 
-    On the default group, ranks whose backwards differ would mix the order of a wrapper's
-    collectives with those of other wrappers and of SyncBatchNorm. When an owner is collected
-    differs between ranks, so they agree on which groups are free; never destroying one keeps
-    collectives out of the garbage collector.
+    On the default group, ranks whose backwards differ would issue the collectives of several
+    wrappers and of SyncBatchNorm in different orders. Owners are garbage collected at different
+    times on different ranks, so the ranks agree on which groups are free. Groups are never
+    destroyed: that would run a collective in the garbage collector.
 
     Args:
-        device: a device that the default group reduces tensors of.
+        device: a device whose tensors the default group can reduce.
     """
     known = _groups.setdefault(dist.group.WORLD, [])
     free: list[OwnGroup] = []

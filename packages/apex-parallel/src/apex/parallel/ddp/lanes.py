@@ -87,7 +87,8 @@ class LaneSet:
     def open(self, count: int, communicators: tuple[Sequence[Any], Sequence[Any]] | None) -> None:
         """Take ``communicators``, or get ``count`` process groups, which is a collective call.
 
-        Not part of attaching, so that one rank may run a copy, for instance to evaluate it.
+        Separate from :meth:`connect`, so that one rank alone may run a copy, for instance to
+        evaluate it.
         """
         if communicators is not None:
             pairs = zip(*communicators, strict=True)
@@ -103,7 +104,7 @@ class LaneSet:
         return self.lanes[bucket_idx % len(self.lanes)]
 
     def settle(self, settled: bool) -> None:
-        """Note whether the collectives begun on the wrapper's own groups have all ended well."""
+        """Note whether all collectives that began on the wrapper's own groups have succeeded."""
         for own in self._own_groups:
             own.settled = settled
 

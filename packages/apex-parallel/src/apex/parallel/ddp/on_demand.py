@@ -52,8 +52,8 @@ class Reducer:
     def reduce(self) -> None:
         """Replace every gradient (or tensor) by its average over ranks.
 
-        A parameter with a gradient on some ranks only gets the average in which the others count
-        as zero; without a gradient anywhere it keeps none.
+        If only some ranks have a gradient for a parameter, the others contribute zeros to the
+        average. If no rank has one, the parameter keeps none.
         """
         if self.module is None:
             flat_dist_call([grad.detach() for grad in self.grads], dist.all_reduce)

@@ -53,7 +53,8 @@ class BucketPlanner:
     def plan(self) -> Plan:
         """All parameters in buckets; those that never arrived come last, in buckets of their own.
 
-        Apart, because a bucket that waits for an unused parameter leaves only at the very end.
+        They are kept apart, because a bucket that waits for an unused parameter leaves only at the
+        very end.
         """
         self._close_all()
         for index in range(len(self._numels)):

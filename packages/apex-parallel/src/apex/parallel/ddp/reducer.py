@@ -96,7 +96,8 @@ class GradientReducer:
     def create_hooks(self) -> None:
         """Watch the gradients of all parameters that require them, or did at an earlier forward.
 
-        A graph made before a parameter was frozen still brings its gradient once it is unfrozen.
+        A graph that was made before a parameter was frozen still computes its gradient after it is
+        unfrozen.
         """
         params = list(self.module.parameters())
         frozen = {id(param) for param in params if not param.requires_grad}

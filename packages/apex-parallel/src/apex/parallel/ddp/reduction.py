@@ -89,9 +89,9 @@ class BucketReduction:
     """The reduction of one bucket of parameters' gradients, in flight.
 
     The buffer carries one more element per parameter: how many ranks have a new gradient for it.
-    So ranks may use different parameters: one that lacks a gradient adds zeros, learns from that
-    element whether another rank has one, and leaves its parameter alone if none has. Only a rank
-    that lacks a gradient reads it, hence no device synchronisation otherwise.
+    Therefore ranks may use different parameters. A rank without a gradient adds zeros, and leaves
+    its parameter alone if that element says that no rank has a gradient. Only a rank without a
+    gradient reads the element, so the others do not wait for the device.
 
     Args:
         params: the parameters of the bucket, whose gradients have one dtype and device.

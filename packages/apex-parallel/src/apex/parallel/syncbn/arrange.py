@@ -67,7 +67,7 @@ def check_operands(
     vectors: dict[str, Tensor | None],
     channel_last: bool,
 ) -> None:
-    """Check what the kernels cannot take.
+    """Raise for operands that the kernels cannot take.
 
     Args:
         vectors: per-channel tensors by name; ``weight`` and ``bias`` among them are checked for

@@ -21,10 +21,10 @@ def convert_syncbn_model(
 ) -> nn.Module:
     """Replace every batch normalization of a model by :class:`SyncBatchNorm`, in place.
 
-    A converted module keeps hyper-parameters, mode and names; it shares the running
-    statistics and the hooks of the original and has copies of weight and bias, so build optimizers
-    afterwards. Weights that two batch norms share stay shared; tie those shared with another module
-    again. One that is a SyncBatchNorm of ours already, and InstanceNorm, stay as they are.
+    A converted module keeps hyper-parameters, mode and names; it shares the running statistics and
+    the hooks of the original and has copies of weight and bias, so build optimizers afterwards.
+    Weights that two batch norms share stay shared; weights that are shared with another kind of
+    module must be tied again. InstanceNorm and Apex's own SyncBatchNorm stay as they are.
 
     Args:
         module: the model; may itself be a batch normalization.

@@ -24,8 +24,8 @@ from .statistics import group_size
 class SyncBatchnormFunction(Function):
     """``(input - mean) / sqrt(var + eps) * weight + bias`` with statistics of the whole group.
 
-    The gradient counts ``running_mean`` and ``running_variance`` as functions of all ranks' inputs,
-    weighting ranks by their number of elements.
+    The gradient treats ``running_mean`` and ``running_variance`` as functions of all ranks' inputs,
+    and weights ranks by their number of elements.
     """
 
     @staticmethod

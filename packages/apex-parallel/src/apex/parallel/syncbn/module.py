@@ -30,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
             statistics of the (all ranks') batch are used in eval mode as well.
         process_group: the ranks that share statistics; None is the world.
         channel_last: input has shape ``[*, C]`` in contiguous memory. An input ``[N, C, *]`` in
-            torch's channels_last memory format is no such thing and is recognised by itself.
+            torch's channels_last memory format does not need this: it is recognised.
         fuse_relu: apply a ReLU.
 
     Shape:

@@ -51,9 +51,9 @@ def refuse_batch_norm_transforms() -> None:
 def not_twice_differentiable(backward: Callable) -> Callable:
     """Decorate a function's ``backward``: its gradients raise where they are differentiated.
 
-    ``once_differentiable`` would do that only where the incoming gradient itself requires one; a
-    gradient penalty on ``y.sum()`` would be ignored in silence. What the gradients depend on must
-    be among the saved tensors as the function got it: a copy leads to nobody.
+    ``once_differentiable`` raises only if the incoming gradient itself requires one; it would
+    silently ignore a gradient penalty on ``y.sum()``. Save the tensors that the gradients depend on
+    as the function got them: a copy has no connection to the graph.
     """
 
     @functools.wraps(backward)

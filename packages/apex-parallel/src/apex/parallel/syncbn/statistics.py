@@ -33,8 +33,8 @@ def gather_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Everybody's statistics, in one collective: ``[W, C]``, ``[W, C]`` and int64 ``[W]``.
 
-    The counts travel as the bits of an int64 among the floating-point numbers: exact, where a
-    float32 would be up to 2**24 only.
+    The counts are sent as the bits of an int64 among the floating-point numbers, because float32
+    counts would be exact up to 2**24 only.
     """
     counts = torch.full((1,), count, dtype=torch.int64, device=mean.device)
     world_size = group_size(process_group)
