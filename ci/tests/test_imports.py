@@ -19,6 +19,8 @@ MODULES = {
     "from apex.optimizers import FusedSGD": 30,
     "import apex.normalization": 30,
     "import apex.parallel": 32,
+    "import apex.transformer": 3,
+    "from apex.transformer.functional import FusedScaleMaskSoftmax": 25,
     "import apex.contrib": 2,
     "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": 17,
 }

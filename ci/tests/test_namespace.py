@@ -30,8 +30,9 @@ def test_one_wheel_alone(environment, source_wheels, package):
     foreign = [name for name, owner in names.items() if owner != package]
     results = environment.results(*(f"import apex, {name}" for name in foreign))
     for name, result in zip(foreign, results, strict=True):
-        if name.startswith("apex.contrib."):
-            name = "apex.contrib"  # which is imported first
+        for parent in ("apex.contrib", "apex.transformer"):
+            if name.startswith(f"{parent}."):
+                name = parent  # which is imported first
         owner = names[name]
         answer = f"{name} is not installed. It is part of {owner}: pip install {owner}"
         if name in apex._NOT_BUILT:

@@ -29,15 +29,13 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
         saved = arguments[:tensors] if keeps is None else [arguments[i] for i in keeps]
-        made = (results,) if returns_one else results
+        made = [results] if returns_one else results
         ctx.save_for_backward(*saved, *[made[i] for i in kept])
         ctx.options = arguments[tensors:]
         if not materializes:
             ctx.set_materialize_grads(False)
             ctx.required = [(i, results[i].shape, results[i].dtype) for i in required]
-        if returns_one:
-            return results
-        return results[0] if outputs == 1 else results[:outputs]
+        return made[0] if outputs == 1 else results[:outputs]
 
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         saved, options, needs = ctx.saved_tensors, ctx.options, ctx.needs_input_grad

@@ -21,7 +21,14 @@ _WHEELS = {
     ),
     **dict.fromkeys(("apex.optimizers", "apex.multi_tensor_apply", "amp_C"), "apex-optimizers"),
     **dict.fromkeys(("apex.normalization", "fused_layer_norm_cuda"), "apex-normalization"),
-    **dict.fromkeys(("apex.parallel", "apex_C", "syncbn"), "apex-parallel"),
+    **dict.fromkeys(
+        (
+            *("apex.parallel", "apex_C", "syncbn", "apex.transformer"),
+            *("scaled_softmax_cuda", "scaled_masked_softmax_cuda"),
+            *("generic_scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
+        ),
+        "apex-parallel",
+    ),
     **dict.fromkeys(
         (
             *("apex.contrib", "apex.contrib.xentropy", "xentropy_cuda"),
@@ -34,10 +41,12 @@ _WHEELS = {
 _NOT_BUILT = {
     **dict.fromkeys(
         (
-            *("apex.transformer", "apex.distributed_testing", "fused_weight_gradient_mlp_cuda"),
-            *("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
-            *("scaled_softmax_cuda", "generic_scaled_masked_softmax_cuda"),
-            "fused_rotary_positional_embedding",
+            *("apex.transformer.amp", "apex.transformer.context_parallel"),
+            *("apex.transformer.layers", "apex.transformer.microbatches"),
+            *("apex.transformer.parallel_state", "apex.transformer.pipeline_parallel"),
+            *("apex.transformer.tensor_parallel", "apex.transformer.testing"),
+            *("apex.transformer.utils", "apex.distributed_testing"),
+            *("fused_weight_gradient_mlp_cuda", "fused_rotary_positional_embedding"),
         ),
         "apex-parallel",
     ),

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parallel._shared.native.operands import autocast, check_floating, exact
+from ...parallel._shared.native.operands import autocast
 from ..enums import AttnMaskType
-from .scaled_softmax import causal_softmax, masked_softmax, scaled_softmax
+from . import checked_softmax
 
 __all__ = [
     "FusedScaleMaskSoftmax",
@@ -27,7 +27,9 @@ __all__ = [
 def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
     r"""Causal softmax: query i sees keys 0 to i.
 
-    .. math:: y_{ij} = \frac{e^{s x_{ij}}}{\sum_{k \le i} e^{s x_{ik}}} \;(j \le i), \qquad 0 \;(j > i)
+    .. math::
+        y_{ij} = \frac{e^{s x_{ij}}}{\sum_{k \le i} e^{s x_{ik}}} \quad (j \le i),
+        \qquad y_{ij} = 0 \quad (j > i)
 
     Args:
         inputs: ``[..., sequence, sequence]``; float64, float32, float16 or bfloat16; any layout.
@@ -48,7 +50,7 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
         torch.Size([2, 4, 8, 8])
     """
     (inputs,) = autocast(inputs)
-    return _causal("scaled_upper_triang_masked_softmax", inputs, scale)
+    return checked_softmax.causal("scaled_upper_triang_masked_softmax", inputs, scale)
 
 
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -80,54 +82,13 @@ def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> 
         True
     """
     (inputs,) = autocast(inputs)
-    return _masked("scaled_masked_softmax", inputs, mask, scale)
+    return checked_softmax.masked("scaled_masked_softmax", inputs, mask, scale)
 
 
 def generic_scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The same as :func:`scaled_masked_softmax`, which has no limit of sizes here."""
     (inputs,) = autocast(inputs)
-    return _masked("generic_scaled_masked_softmax", inputs, mask, scale)
-
-
-def _causal(name: str, inputs: Tensor, scale: float) -> Tensor:
-    check_floating(name, "inputs", inputs)
-    if inputs.dim() < 2 or inputs.shape[-1] != inputs.shape[-2]:
-        raise ValueError(
-            f"{name}: inputs must have shape [..., sequence, sequence], got {list(inputs.shape)}."
-        )
-    return causal_softmax(exact(inputs), float(scale))
-
-
-def _scaled(name: str, inputs: Tensor, scale: float) -> Tensor:
-    check_floating(name, "inputs", inputs)
-    if inputs.dim() == 0:
-        raise ValueError(f"{name}: inputs must have shape [..., keys], got {list(inputs.shape)}.")
-    return scaled_softmax(exact(inputs), float(scale))
-
-
-def _masked(name: str, inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    if mask is None:
-        return _scaled(name, inputs, scale)
-    check_floating(name, "inputs", inputs)
-    if inputs.dim() != 4:
-        raise ValueError(
-            f"{name}: inputs must have shape [batch, heads, queries, keys], "
-            f"got {list(inputs.shape)}."
-        )
-    if mask.dtype not in (torch.bool, torch.uint8):
-        raise TypeError(f"{name}: mask must be bool or uint8, got {mask.dtype}.")
-    batch, _, queries, keys = inputs.shape
-    if mask.shape not in ((batch, 1, queries, keys), (1, 1, queries, keys)):
-        raise ValueError(
-            f"{name}: mask must have shape [{batch} or 1, 1, {queries}, {keys}] for inputs "
-            f"{list(inputs.shape)}, got {list(mask.shape)}."
-        )
-    if mask.device != inputs.device:
-        raise ValueError(
-            f"{name}: mask must be on {inputs.device}, as inputs are; it is on {mask.device}."
-        )
-    mask = exact(mask).expand(batch, -1, -1, -1)
-    return masked_softmax(exact(inputs), mask, float(scale))
+    return checked_softmax.masked("generic_scaled_masked_softmax", inputs, mask, scale)
 
 
 class _Function:
@@ -144,7 +105,7 @@ class ScaledUpperTriangMaskedSoftmax(_Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, scale: float) -> Tensor:
-        return _causal("ScaledUpperTriangMaskedSoftmax", inputs, scale)
+        return checked_softmax.causal("ScaledUpperTriangMaskedSoftmax", inputs, scale)
 
 
 class ScaledMaskedSoftmax(_Function):
@@ -152,7 +113,7 @@ class ScaledMaskedSoftmax(_Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
-        return _masked("ScaledMaskedSoftmax", inputs, mask, scale)
+        return checked_softmax.masked("ScaledMaskedSoftmax", inputs, mask, scale)
 
 
 class GenericScaledMaskedSoftmax(_Function):
@@ -160,7 +121,7 @@ class GenericScaledMaskedSoftmax(_Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
-        return _masked("GenericScaledMaskedSoftmax", inputs, mask, scale)
+        return checked_softmax.masked("GenericScaledMaskedSoftmax", inputs, mask, scale)
 
 
 class ScaledSoftmax(_Function):
@@ -168,7 +129,7 @@ class ScaledSoftmax(_Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, scale: float) -> Tensor:
-        return _scaled("ScaledSoftmax", inputs, scale)
+        return checked_softmax.scaled("ScaledSoftmax", inputs, scale)
 
 
 class FusedScaleMaskSoftmax(torch.nn.Module):
@@ -264,11 +225,4 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
         """Rows that one block of Apex's kernel takes, for code that asks."""
-        return batch_per_block(sk)
-
-
-def batch_per_block(keys: int) -> int:
-    """Rows per block in Apex's kernel: 128 threads, a warp or less for 1 or 2 rows."""
-    width = 1 << max(keys - 1, 0).bit_length()
-    warp = torch.cuda.get_device_properties().warp_size if torch.cuda.is_available() else 32
-    return 128 // min(width, warp) * (2 if width <= 128 else 1)
+        return checked_softmax.batch_per_block(sk)

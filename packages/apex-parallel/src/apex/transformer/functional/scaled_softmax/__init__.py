@@ -70,7 +70,7 @@ def _causal_softmax(x: Tensor, scale: float) -> Tensor:
 
 
 def _causal_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
-#What comes above the diagonal may be anything, also inf.
+    # What comes above the diagonal may be anything, also inf.
     return _softmax_backward(dy.masked_fill(_above_diagonal(y), 0), y, scale)
 
 
@@ -119,6 +119,4 @@ masked_softmax = _FORMULAS["masked_softmax"]
 
 def decompositions() -> dict:
     """All operators in ATen's, for ``ExportedProgram.run_decompositions``."""
-    return {
-op: f for formula in _FORMULAS.values() for op, f in formula.decompositions().items()
-}
+    return {op: f for formula in _FORMULAS.values() for op, f in formula.decompositions().items()}

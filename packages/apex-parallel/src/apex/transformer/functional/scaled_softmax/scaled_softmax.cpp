@@ -2,6 +2,7 @@
 // scaled_softmax.h.
 #include "scaled_softmax.h"
 
+#include "apex/engine/rowwise.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"

@@ -5,7 +5,6 @@
 // whose scores are all masked gets zeros.
 #pragma once
 
-#include "apex/engine/rowwise.h"
 #include "apex/math/exp.h"
 
 namespace apex::parallel {
