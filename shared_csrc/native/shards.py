@@ -44,9 +44,11 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
 
     def whole(output: torch.Tensor) -> DTensor:
         shape = (*x.shape[:lead], *output.shape[lead:])
-        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        order = sorted(range(len(shape)), key=lambda d: (-output.stride(d), d))  # in memory
+        strides = [math.prod(shape[d] for d in order[k + 1 :]) for k in range(len(order))]
+        stride = tuple(strides[order.index(d)] for d in range(len(shape)))
         return DTensor.from_local(
-            output, mesh, placements, shape=torch.Size(shape), stride=strides, run_check=False
+            output, mesh, placements, shape=torch.Size(shape), stride=stride, run_check=False
         )
 
     return tuple(map(whole, outputs)) if formula.outputs > 1 else whole(outputs)

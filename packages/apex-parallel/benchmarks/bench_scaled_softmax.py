@@ -1,8 +1,8 @@
 """Softmaxes of attention scores, causal and masked, forward and backward.
 
-Traffic, in units of the scores' size: the forward reads scores (1) and writes probabilities (1), the
-backward reads gradient and probabilities (2) and writes the scores' gradient (1). Causal rows read
-half. The mask, a byte for each score of a head, is not counted.
+Traffic, in units of the scores' size: the forward reads scores (1) and writes probabilities (1).
+The backward reads gradient and probabilities (2) and writes the scores' gradient (1). Causal rows
+read half. The mask, a byte for each score of a head, is not counted.
 """
 
 import torch

@@ -67,6 +67,16 @@ class Row {
   WriteView<S> out(S* matrix) const {
     return out(matrix, width_);
   }
+  // A row at any address, for reading or writing; the one that is read next is `next` elements
+  // away.
+  template <class S>
+  ReadView<S> from(const S* address, int64_t next = 0) const {
+    return {address + begin_, next};
+  }
+  template <class S>
+  WriteView<S> to(S* address) const {
+    return {address + begin_};
+  }
   // A vector [columns] that all rows share.
   template <class S>
   SharedView<S> shared(const S* vector) const {
@@ -158,13 +168,15 @@ class Row {
   // functor(T& value, ...) for every column; values of written views are stored.
   template <class F, class... Views>
   void each(const F& functor, const Views&... views) const {
-    const F own = functor;  // which no store can change, for all the compiler knows
-    Lanes<T, Views...> pack(views...);
     int64_t column = 0;
-    for (; column + kPack <= columns_; column += kPack) {
-      pack.at(column);
-      pack.each([&](int, auto&... values) { own(values...); });
-      pack.done();
+    if (columns_ >= kPack) {
+      const F own = functor;  // which no store can change, for all the compiler knows
+      Lanes<T, Views...> pack(views...);
+      for (; column + kPack <= columns_; column += kPack) {
+        pack.at(column);
+        pack.each([&](int, auto&... values) { own(values...); });
+        pack.done();
+      }
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
       each_of_end(column, count, functor, views...);

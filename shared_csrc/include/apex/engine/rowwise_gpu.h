@@ -52,6 +52,14 @@ class Row {
     return out(matrix, width_);
   }
   template <class S>
+  APEX_DEVICE ReadView<S> from(const S* address, int64_t = 0) const {
+    return {address + begin_};
+  }
+  template <class S>
+  APEX_DEVICE WriteView<S> to(S* address) const {
+    return {address + begin_};
+  }
+  template <class S>
   APEX_DEVICE ReadView<S> shared(const S* vector) const {
     return {vector + begin_};
   }

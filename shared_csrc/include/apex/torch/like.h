@@ -21,15 +21,10 @@ namespace apex {
        "CUDA_LAUNCH_BLOCKING=1 shows which.)");
 }
 
-// A fresh contiguous tensor on the device of `like`. torch::stable::new_empty() finds its operator
-// by name at every call, which takes longer than normalizing a few rows.
-inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
-  }
+// A fresh tensor on the device of `like`. torch::stable::new_empty() finds its operator by name at
+// every call, which takes longer than normalizing a few rows.
+inline Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& sizes,
+                            const std::vector<int64_t>& strides, ScalarType dtype) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
@@ -37,11 +32,22 @@ inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, Scala
                                          strides.data(), static_cast<int32_t>(dtype), device_type,
                                          like.get_device_index(), &handle);
   if (status != TORCH_SUCCESS) {
-    auto itemsize =
-        static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(dtype)));
-    fail_to_allocate(stride * itemsize, like.is_cpu());
+    int64_t bytes = aoti_torch_dtype_element_size(static_cast<int32_t>(dtype));
+    for (int64_t size : sizes) bytes *= std::max<int64_t>(size, 1);
+    fail_to_allocate(bytes, like.is_cpu());
   }
   return Tensor(handle);
+}
+
+// The same, contiguous.
+inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return empty_strided(like, sizes, strides, dtype);
 }
 
 inline Tensor empty_like(const Tensor& like, ScalarType dtype) {

@@ -1,0 +1,221 @@
+"""Rotary position embeddings, in one pass in each direction.
+
+ROCm's Apex can hand these to the package `aiter`. Here the same kernels run everywhere, so that
+the names of that choice are constants: ``USE_ROCM_AITER_ROPE_BACKEND`` changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checked_rope
+
+__all__ = [
+    "AITER_ROPE_BACKEND",
+    "IS_ROCM_PYTORCH",
+    "USE_ROCM_AITER_ROPE_BACKEND",
+    "FusedRoPE2DFunc",
+    "FusedRoPE2DFuncAiter",
+    "FusedRoPE2DFuncApex",
+    "FusedRoPECachedFunc",
+    "FusedRoPECachedFuncAiter",
+    "FusedRoPECachedFuncApex",
+    "FusedRoPEFunc",
+    "FusedRoPEFuncAiter",
+    "FusedRoPEFuncApex",
+    "FusedRoPETHDFunc",
+    "FusedRoPETHDFuncAiter",
+    "FusedRoPETHDFuncApex",
+    "fused_apply_rotary_pos_emb",
+    "fused_apply_rotary_pos_emb_2d",
+    "fused_apply_rotary_pos_emb_cached",
+    "fused_apply_rotary_pos_emb_thd",
+]
+
+IS_ROCM_PYTORCH = torch.version.hip is not None
+USE_ROCM_AITER_ROPE_BACKEND = False
+AITER_ROPE_BACKEND = False
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False
+) -> Tensor:
+    r"""Rotate pairs of channels by angles that grow with the position.
+
+    .. math::
+        y = t \cos\theta + \mathrm{rotate}(t) \sin\theta, \qquad
+        \mathrm{rotate}([a, b]) = [-b, a]
+
+    of the first ``d2`` channels, in halves ``a`` and ``b``; the others are copied.
+
+    Args:
+        t: ``[sequence, batch, heads, d]``; float64, float32, float16 or bfloat16; any layout, which
+            is read where it is as long as channels are contiguous.
+        freqs: angles, ``[sequence or more, 1, 1, d2]``, ``d2`` even and at most ``d``; float32, or
+            any floating dtype, which is cast. No gradient reaches them.
+        transpose_output_memory: lay the result out in memory as ``[batch, sequence, heads, d]``.
+
+    Returns:
+        Like ``t``. 16-bit channels are computed in float32 and rounded once.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: shapes or devices do not fit.
+
+    Source:
+        Su et al., *RoFormer*, 2021.
+
+    Example:
+        >>> t, freqs = torch.randn(8, 2, 4, 16), torch.randn(8, 1, 1, 16)
+        >>> fused_apply_rotary_pos_emb(t, freqs).shape
+        torch.Size([8, 2, 4, 16])
+    """
+    name = "fused_apply_rotary_pos_emb"
+    cos, sin = checked_rope.tables_of_angles(name, t, freqs)
+    return checked_rope.on_a_line(name, t, cos, sin, transpose_output_memory)
+
+
+def fused_apply_rotary_pos_emb_cached(
+    t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
+) -> Tensor:
+    """:func:`fused_apply_rotary_pos_emb` with the angles' cosines and sines.
+
+    Args:
+        t, transpose_output_memory: as there.
+        cos_, sin_: ``[sequence or more, 1, 1, d2]``, float32 or the dtype of ``t``.
+    """
+    name = "fused_apply_rotary_pos_emb_cached"
+    cos = checked_rope.table(name, "cos_", t, cos_)
+    sin = checked_rope.table(name, "sin_", t, sin_)
+    return checked_rope.on_a_line(name, t, cos, sin, transpose_output_memory)
+
+
+def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
+    """:func:`fused_apply_rotary_pos_emb` of sequences behind each other; positions restart in each.
+
+    Args:
+        t: ``[tokens, heads, d]``.
+        cu_seqlens: int32 or int64 ``[sequences + 1]``, where sequences begin, and where the last
+            ends; sequences may be empty. Tokens behind the end go on counting.
+        freqs: ``[longest sequence or more, 1, 1, d2]``. A longer sequence is an error on the CPU;
+            on a GPU, which would have to wait for it, tokens without angles become NaN.
+
+    Returns:
+        Like ``t``, contiguous.
+    """
+    name = "fused_apply_rotary_pos_emb_thd"
+    cos, sin = checked_rope.tables_of_angles(name, t, freqs)
+    return checked_rope.of_sequences(name, t, cu_seqlens, cos, sin)
+
+
+def fused_apply_rotary_pos_emb_2d(
+    t: Tensor,
+    img_h: int,
+    img_w: int,
+    cos_h: Tensor,
+    sin_h: Tensor,
+    cos_w: Tensor,
+    sin_w: Tensor,
+) -> Tensor:
+    """Rotate one half of the channels by a token's row in an image, the other by its column.
+
+    Args:
+        t: ``[batch, img_h * img_w, heads, d]``, ``d`` a multiple of 4.
+        img_h, img_w: height and width, in tokens.
+        cos_h, sin_h: ``[1, img_h or more, 1, d / 2]``, float32 or the dtype of ``t``.
+        cos_w, sin_w: ``[1, img_w or more, 1, d / 2]``.
+
+    Returns:
+        Like ``t``, contiguous.
+    """
+    tables = {"cos_h": cos_h, "sin_h": sin_h, "cos_w": cos_w, "sin_w": sin_w}
+    return checked_rope.on_a_plane("fused_apply_rotary_pos_emb_2d", t, img_h, img_w, tables)
+
+
+class _Function:
+    """A class of Apex: plain, so that torch's compiler and ``torch.func`` see what is behind it."""
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Tensor:
+        """Call the function."""
+        return cls.forward(None, *arguments)
+
+
+class FusedRoPEFunc(_Function):
+    """:func:`fused_apply_rotary_pos_emb`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, t: Tensor, freqs: Tensor, transpose_output_memory: bool = False
+    ) -> Tensor:
+        return fused_apply_rotary_pos_emb(t, freqs, transpose_output_memory)
+
+
+class FusedRoPECachedFunc(_Function):
+    """:func:`fused_apply_rotary_pos_emb_cached`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
+    ) -> Tensor:
+        return fused_apply_rotary_pos_emb_cached(t, cos_, sin_, transpose_output_memory)
+
+
+class FusedRoPETHDFunc(_Function):
+    """:func:`fused_apply_rotary_pos_emb_thd`."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
+        return fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs)
+
+
+class FusedRoPE2DFunc(_Function):
+    """:func:`fused_apply_rotary_pos_emb_2d`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        t: Tensor,
+        img_h: int,
+        img_w: int,
+        cos_h: Tensor,
+        sin_h: Tensor,
+        cos_w: Tensor,
+        sin_w: Tensor,
+    ) -> Tensor:
+        return fused_apply_rotary_pos_emb_2d(t, img_h, img_w, cos_h, sin_h, cos_w, sin_w)
+
+
+class FusedRoPEFuncApex(FusedRoPEFunc):
+    """Another name of :class:`FusedRoPEFunc`, as all that follow."""
+
+
+class FusedRoPEFuncAiter(FusedRoPEFunc):
+    """See :class:`FusedRoPEFuncApex`."""
+
+
+class FusedRoPECachedFuncApex(FusedRoPECachedFunc):
+    """See :class:`FusedRoPEFuncApex`."""
+
+
+class FusedRoPECachedFuncAiter(FusedRoPECachedFunc):
+    """See :class:`FusedRoPEFuncApex`."""
+
+
+class FusedRoPETHDFuncApex(FusedRoPETHDFunc):
+    """See :class:`FusedRoPEFuncApex`."""
+
+
+class FusedRoPETHDFuncAiter(FusedRoPETHDFunc):
+    """See :class:`FusedRoPEFuncApex`."""
+
+
+class FusedRoPE2DFuncApex(FusedRoPE2DFunc):
+    """See :class:`FusedRoPEFuncApex`."""
+
+
+class FusedRoPE2DFuncAiter(FusedRoPE2DFunc):
+    """See :class:`FusedRoPEFuncApex`."""

@@ -1,0 +1,164 @@
+// Registers rotary embeddings: checks, types and launch; the mathematics is in rotary_embedding.h.
+#include <limits>
+
+#include "apex/engine/rowwise.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/like.h"
+#include "rotary_embedding.h"
+
+namespace apex::parallel {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+// [batch, heads, sequence, channels] in memory of [sequence, batch, heads, channels], or with the
+// batch first.
+Tensor tokens_like(const Tensor& x, bool tokens_first) {
+  const int64_t b = x.size(0), h = x.size(1), s = x.size(2), d = x.size(3);
+  const int64_t token = tokens_first ? b * h * d : h * d, batch = tokens_first ? h * d : s * h * d;
+  return empty_strided(x, {b, h, s, d}, {batch, d, token, 1}, x.scalar_type());
+}
+
+void check_table(const char* op, const char* name, const Tensor& table, const Tensor& x) {
+  check(table.dim() == 2 && table.is_contiguous() && table.is_cpu() == x.is_cpu() &&
+            table.get_device_index() == x.get_device_index() &&
+            (table.scalar_type() == ScalarType::Float || table.scalar_type() == x.scalar_type()),
+        op, ": ", name, " must be contiguous [rows, channels], float32 or the dtype of x, on its ",
+        "device; got ", describe(table), " for ", describe(x), ".");
+}
+
+// Where `positions` says which row of the table a token takes, else place / divisor % modulus.
+struct Places {
+  const std::optional<Tensor>& positions;
+  int64_t divisor, modulus;
+};
+
+TableRow table_row(const char* op, const Places& places, const Tensor& table, const Tensor& x) {
+  const int64_t rows = table.size(0), sequence = x.size(2);
+  if (!places.positions) {
+    const int64_t last = sequence == 0 ? -1 : (sequence - 1) / places.divisor;
+    check(std::min(last, places.modulus - 1) < rows, op, ": a table of ", rows,
+          " rows has no angles for a sequence of ", sequence, ".");
+    return {nullptr, places.divisor, places.modulus, rows};
+  }
+  check_like(op, "positions", *places.positions, sequence, ScalarType::Long, x);
+  const int64_t* positions = data<int64_t>(*places.positions, "positions");
+  if (x.is_cpu()) {
+    for (int64_t i = 0; i < sequence; ++i) {
+      check(positions[i] >= 0 && positions[i] < rows, op, ": position ", positions[i], " of token ",
+            i, " has no row in a table of ", rows, ".");
+    }
+  }
+  return {positions, 1, std::numeric_limits<int64_t>::max(), rows};
+}
+
+struct Channels {
+  int64_t begin, end;  // those from begin + width of the table on are copied
+};
+
+void rotate(const char* op, const Tensor& x, const Tensor& cos, const Tensor& sin,
+            const Places& places, const Channels& channels, bool tokens_first, bool inverse,
+            Tensor& y) {
+  check_tensors(op, {{"cos", cos}, {"sin", sin}});
+  check_table(op, "cos", cos, x);
+  check_table(op, "sin", sin, x);
+  const int64_t width = cos.size(1);
+  check(sin.size(0) == cos.size(0) && sin.size(1) == width && width % 2 == 0 &&
+            sin.scalar_type() == cos.scalar_type() && channels.begin + width <= channels.end,
+        op, ": cos and sin must be alike, with an even number of channels, at most ",
+        channels.end - channels.begin, "; got ", describe(cos), " and ", describe(sin), ".");
+  const TableRow table = table_row(op, places, cos, x);
+  if (x.numel() == 0) return;
+  // On a CPU a thread takes all heads of a token, whose angles are the same; a GPU needs the rows.
+  const int64_t heads_in_row = x.is_cpu() ? x.size(1) : 1;
+  const int64_t rows = x.size(0) * x.size(2) * (x.size(1) / heads_in_row);
+  Context context(x);
+  auto run = [&]<class S, class C>() {
+    RotaryEmbedding<S, C> program{data<S>(x, "x"),
+                                  data<C>(cos, "cos"),
+                                  data<C>(sin, "sin"),
+                                  data<S>(y, "y"),
+                                  {x.stride(0), x.stride(1), x.stride(2)},
+                                  {y.stride(0), y.stride(1), y.stride(2)},
+                                  x.size(1),
+                                  x.size(2),
+                                  tokens_first,
+                                  table,
+                                  channels.begin,
+                                  width,
+                                  channels.end,
+                                  inverse,
+                                  x.size(0),
+                                  heads_in_row};
+    rowwise(context, rows, x.size(3) * heads_in_row, program);
+  };
+  dispatch_floating(op, x.scalar_type(), [&]<class S>() {
+    if (cos.scalar_type() == x.scalar_type()) return run.template operator()<S, S>();
+    run.template operator()<S, float>();
+  });
+}
+
+// x, or a copy, with contiguous channels: gradients are often one number, expanded.
+Tensor checked_tokens(const char* op, const Tensor& x) {
+  check_tensors(op, {{"x", x}});
+  check(x.dim() == 4, op, ": x must be [batch, heads, sequence, channels], got ", describe(x), ".");
+  return x.size(3) <= 1 || x.stride(3) == 1 ? x : as_contiguous(x);
+}
+
+Tensor along_a_line(const char* op, const Tensor& given, const Tensor& cos, const Tensor& sin,
+                    const std::optional<Tensor>& positions, bool tokens_first, bool inverse) {
+  const Tensor x = checked_tokens(op, given);
+  Tensor y = tokens_like(x, tokens_first);
+  const Places places{positions, 1, std::numeric_limits<int64_t>::max()};
+  rotate(op, x, cos, sin, places, {0, x.size(3)}, tokens_first, inverse, y);
+  return y;
+}
+
+Tensor over_a_plane(const char* op, const Tensor& given, const Tensor& cos_h, const Tensor& sin_h,
+                    const Tensor& cos_w, const Tensor& sin_w, int64_t img_w, bool inverse) {
+  const Tensor x = checked_tokens(op, given);
+  check(img_w > 0 && cos_h.dim() == 2 && cos_w.dim() == 2 && cos_h.size(1) * 2 == x.size(3) &&
+            cos_w.size(1) * 2 == x.size(3),
+        op, ": img_w must be positive, and tables half as wide as x; got ", img_w, ", ",
+        describe(cos_h), ", ", describe(cos_w), " and ", describe(x), ".");
+  Tensor y = tokens_like(x, false);
+  const std::optional<Tensor> none;
+  const int64_t half = x.size(3) / 2;
+  const Places row{none, img_w, std::numeric_limits<int64_t>::max()}, column{none, 1, img_w};
+  rotate(op, x, cos_h, sin_h, row, {0, half}, false, inverse, y);
+  rotate(op, x, cos_w, sin_w, column, {half, 2 * half}, false, inverse, y);
+  return y;
+}
+
+Tensor forward(const Tensor& x, const Tensor& cos, const Tensor& sin,
+               const std::optional<Tensor>& positions, bool tokens_first) {
+  return along_a_line("rotary_embedding_forward", x, cos, sin, positions, tokens_first, false);
+}
+
+Tensor backward(const Tensor& dy, const Tensor& cos, const Tensor& sin,
+                const std::optional<Tensor>& positions, bool tokens_first) {
+  return along_a_line("rotary_embedding_backward", dy, cos, sin, positions, tokens_first, true);
+}
+
+Tensor forward_2d(const Tensor& x, const Tensor& cos_h, const Tensor& sin_h, const Tensor& cos_w,
+                  const Tensor& sin_w, int64_t img_w) {
+  return over_a_plane("rotary_embedding_2d_forward", x, cos_h, sin_h, cos_w, sin_w, img_w, false);
+}
+
+Tensor backward_2d(const Tensor& dy, const Tensor& cos_h, const Tensor& sin_h, const Tensor& cos_w,
+                   const Tensor& sin_w, int64_t img_w) {
+  return over_a_plane("rotary_embedding_2d_backward", dy, cos_h, sin_h, cos_w, sin_w, img_w, true);
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_parallel, m) {
+  m.impl("rotary_embedding_forward", TORCH_BOX(&forward));
+  m.impl("rotary_embedding_backward", TORCH_BOX(&backward));
+  m.impl("rotary_embedding_2d_forward", TORCH_BOX(&forward_2d));
+  m.impl("rotary_embedding_2d_backward", TORCH_BOX(&backward_2d));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::parallel

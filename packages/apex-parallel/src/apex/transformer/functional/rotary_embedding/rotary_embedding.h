@@ -1,0 +1,103 @@
+// Rotary position embeddings, one head of one token at a time.
+//
+// Su et al. 2021 (https://arxiv.org/abs/2104.09864), with the channels of a pair half the rotated
+// width apart: y = x cos + rotate_half(x) sin, rotate_half(x) = (-second half, first half). The
+// inverse is the transposed rotation, which is the gradient.
+#pragma once
+
+#include "apex/core/divide.h"
+#include "apex/core/types.h"
+
+namespace apex::parallel {
+inline namespace APEX_BACKEND_NS {
+
+// A tensor [batch, heads, sequence, channels], channels contiguous.
+struct TokenStrides {
+  int64_t batch, head, token;
+};
+
+// Which table row a token takes: its place in the sequence divided by `divisor`, modulo `modulus`;
+// or, unless null, what `positions` [sequence] says. Outside the table there is none.
+struct TableRow {
+  const int64_t* positions;
+  int64_t divisor, modulus, rows;
+
+  APEX_HD int64_t of(int64_t token) const {
+    if (positions != nullptr) return positions[token];
+    int64_t rest = 0;
+    const int64_t place = divisor == 1 ? token : divide(token, divisor, rest);
+    if (place < modulus) return place;
+    divide(place, modulus, rest);
+    return rest;
+  }
+};
+
+// S is what tokens are stored in, C what the tables are.
+template <class S, class C>
+struct RotaryEmbedding {
+  using value_type = compute_t<S>;
+
+  const S* x;
+  const C *cos, *sin;  // [rows of the table, width]
+  S* y;
+  TokenStrides x_strides, y_strides;
+  int64_t heads, sequence;
+  bool tokens_first;  // rows follow each other as [sequence, batch, heads], else the batch is first
+  TableRow table;
+  int64_t begin, width, end;  // channels [begin, begin + width) are rotated, the rest to end copied
+  bool inverse;
+  int64_t batch;
+
+  int64_t heads_in_row;  // of one token: a row of the engine
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    int64_t head = 0, b = 0, token = 0;
+    int64_t outer = row.index();
+    if (heads_in_row != heads) {
+      outer = divide(outer, heads / heads_in_row, head);
+      head *= heads_in_row;
+    }
+    if (tokens_first) {
+      token = divide(outer, batch, b);
+    } else {
+      b = divide(outer, sequence, token);
+    }
+    const S* from = x + b * x_strides.batch + head * x_strides.head + token * x_strides.token;
+    S* to = y + b * y_strides.batch + head * y_strides.head + token * y_strides.token;
+    const int64_t place = table.of(token);
+    const bool is_known = place >= 0 && place < table.rows;
+    const int64_t offset = (is_known ? place : 0) * width;
+    const auto pairs = row.within(0, width / 2), rest = row.within(begin + width, end);
+    for (int64_t i = 0; i < heads_in_row; ++i) {
+      rotate(pairs, from + begin, to + begin, offset, is_known);
+      if (begin + width < end) {
+        rest.each([](value_type& y, value_type x) { y = x; }, rest.to(to), rest.from(from));
+      }
+      from += x_strides.head;
+      to += y_strides.head;
+    }
+  }
+
+ private:
+  template <class R>
+  APEX_HD void rotate(const R& pairs, const S* from, S* to, int64_t offset, bool is_known) const {
+    using T = value_type;
+    const int64_t half = width / 2;
+    const C *c = cos + offset, *s = sin + offset;
+    const C* first = inverse ? s + half : s;
+    const C* second = inverse ? s : s + half;
+    // NaN, where there is no angle, reaches all channels.
+    const T sign = !is_known ? std::numeric_limits<T>::quiet_NaN() : inverse ? T(-1) : T(1);
+    pairs.each(
+        [sign](T& y1, T& y2, T x1, T x2, T c1, T c2, T s1, T s2) {
+          y1 = x1 * c1 - sign * s1 * x2;
+          y2 = x2 * c2 + sign * s2 * x1;
+        },
+        pairs.to(to), pairs.to(to + half), pairs.from(from), pairs.from(from + half), pairs.from(c),
+        pairs.from(c + half), pairs.from(first), pairs.from(second));
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::parallel
