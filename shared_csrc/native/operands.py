@@ -66,6 +66,15 @@ def whole(x: Tensor, dims: int) -> Tensor:
     return x.redistribute(x.device_mesh, row_placements(x, dims))
 
 
+def beside(x: Tensor, given: Tensor) -> Tensor:
+    """``given``, replicated on the processes of ``x`` where that is a DTensor and it is none."""
+    if type(x) is Tensor or not is_dtensor(x) or is_dtensor(given):
+        return given
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(given, x.device_mesh, [Replicate()] * x.device_mesh.ndim)
+
+
 def statistics_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that rows of ``dtype`` are computed in, which their statistics have."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -348,21 +348,21 @@ def test_module_of_apex(device):
     plane = lambda t, *given: fused_apply_rotary_pos_emb_2d(t.flatten(1, 2), 1, 2, *given).view(
         t.shape
     )
-    for suffix, function, t, given in [
+    for suffix, function, x, given in [
         ("", fused_apply_rotary_pos_emb, t, (freqs, True)),
         ("_cached", fused_apply_rotary_pos_emb_cached, t, (cos, sin, False)),
         ("_thd", fused_apply_rotary_pos_emb_thd, t[:, 0], (starts, freqs)),
         ("_2d", plane, t[:, None], image),
     ]:
-        y = function(t, *given)
+        y = function(x, *given)
         dy = torch.randn_like(y)
-        (expected,) = torch.autograd.grad(y, t, dy)
-        forward = getattr(module, f"forward{suffix}")(t, *given)
+        (expected,) = torch.autograd.grad(y, x, dy)
+        forward = getattr(module, f"forward{suffix}")(x, *given)
         assert torch.equal(forward, y)
         assert not forward.requires_grad
         assert torch.equal(getattr(module, f"backward{suffix}")(dy, *given), expected)
     with pytest.raises(ValueError, match=r"forward_2d: t must have shape \[batch, img_h"):
-        module.forward_2d(t[:, 0], *image)
+        module.forward_2d(t, *image)
 
 
 def test_import_error_where_kernels_cannot_run(monkeypatch):

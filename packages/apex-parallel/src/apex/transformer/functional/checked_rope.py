@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ...parallel._shared.native.operands import check_floating, is_dtensor
+from ...parallel._shared.native.operands import beside, check_floating
 from .rotary_embedding import rotary_embedding, rotary_embedding_2d
 
 
@@ -44,7 +44,7 @@ def _rows(name: str, argument: str, t: Tensor, given: Tensor) -> Tensor:
             f"{t.shape[-1]} channels of t; got {list(given.shape)}."
         )
     _check_device(name, argument, t, given)
-    return _beside(t, given.reshape(rows, width).contiguous())
+    return beside(t, given.reshape(rows, width).contiguous())
 
 
 def _check_device(name: str, argument: str, t: Tensor, given: Tensor) -> None:
@@ -52,15 +52,6 @@ def _check_device(name: str, argument: str, t: Tensor, given: Tensor) -> None:
         raise ValueError(
             f"{name}: {argument} must be on {t.device}, as t is; it is on {given.device}."
         )
-
-
-def _beside(t: Tensor, given: Tensor) -> Tensor:
-    """``given``, on all processes where ``t`` is a DTensor and it is none."""
-    if not is_dtensor(t) or is_dtensor(given):
-        return given
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(given, t.device_mesh, [Replicate()] * t.device_mesh.ndim)
 
 
 def _check_alike(name: str, cos: Tensor, sin: Tensor) -> None:
@@ -84,7 +75,7 @@ def on_a_line(
     transpose_memory: bool,
     rotate: Callable[..., Tensor] = rotary_embedding,
 ) -> Tensor:
-    """Rotate ``[sequence, batch, heads, d]`` by tables ``[rows, d2]``; ``rotate`` may be inverse."""
+    """Rotate ``[sequence, batch, heads, d]`` by tables ``[rows, d2]``, or back."""
     _check_dimensions(name, t, "[sequence, batch, heads, d]")
     _check_alike(name, cos, sin)
     if cos.shape[0] < t.shape[0]:
@@ -119,7 +110,7 @@ def of_sequences(
     own = torch.searchsorted(starts, tokens, right=True) - 1
     positions = tokens - starts[own.clamp(min=0)]
     x = t.unsqueeze(0).transpose(1, 2)
-    y = rotate(x, cos, sin, _beside(t, positions), True)
+    y = rotate(x, cos, sin, beside(t, positions), True)
     return y.transpose(1, 2).squeeze(0)
 
 
@@ -149,7 +140,7 @@ def on_a_plane(
                 f"got {list(own.shape)}."
             )
         _check_device(name, argument, t, own)
-        given.append(_beside(t, own.reshape(rows, -1).contiguous()))
+        given.append(beside(t, own.reshape(rows, -1).contiguous()))
     _check_alike(name, given[0], given[1])
     _check_alike(name, given[2], given[3])
     if given[0].dtype != given[2].dtype:

@@ -10,8 +10,8 @@ from ....parallel._shared.native.formula import Formula
 
 __all__ = ["decompositions", "rotary_embedding", "rotary_embedding_2d"]
 
-# Shapes of all: x and the result [batch, heads, sequence, channels], tables [rows, width] in float32
-# or x's dtype. Results lie in memory as [sequence, batch, heads, channels], or with the batch first.
+# x and results are [batch, heads, sequence, channels], tables [rows, width] in float32 or x's dtype.
+# Results lie in memory as [sequence, batch, heads, channels], or with the batch first.
 
 
 def _tokens_like(x: Tensor, tokens_first: bool) -> Tensor:
@@ -30,8 +30,7 @@ def rotary_embedding_forward(
 ) -> Tensor:
     """``x cos + rotate_half(x) sin`` of the first channels, as many as the tables have.
 
-    ``positions``, int64 ``[sequence]``, says which row of the tables a token takes; without, it is
-    the token's number.
+    A token takes the row of the tables that ``positions``, int64 ``[sequence]``, says, or its own.
     """
     return _tokens_like(x, tokens_first)
 
@@ -54,10 +53,7 @@ def rotary_embedding_backward(
 def rotary_embedding_2d_forward(
     x: Tensor, cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor, img_w: int
 ) -> Tensor:
-    """The first half of the channels rotated by a token's row, the second by its column.
-
-    The sequence is an image, row by row, ``img_w`` wide.
-    """
+    """One half of the channels rotated by a token's row in an image, the other by its column."""
     return _tokens_like(x, False)
 
 
@@ -110,11 +106,9 @@ def _on_a_plane(
     token = torch.arange(x.shape[-2], device=x.device)
     row, column = token // img_w, token % img_w
     first, second = x.chunk(2, -1)
-    halves = (
-        _rotate(first, cos_h[row], sin_h[row], inverse),
-        _rotate(second, cos_w[column], sin_w[column], inverse),
-    )
-    return torch.cat(halves, -1).to(x.dtype)
+    first = _rotate(first, cos_h[row], sin_h[row], inverse)
+    second = _rotate(second, cos_w[column], sin_w[column], inverse)
+    return torch.cat((first, second), -1).to(x.dtype)
 
 
 rotary_embedding = Formula(

@@ -28,7 +28,7 @@ void check_table(const char* op, const char* name, const Tensor& table, const Te
         "device; got ", describe(table), " for ", describe(x), ".");
 }
 
-// Where `positions` says which row of the table a token takes, else place / divisor % modulus.
+// As of TableRow.
 struct Places {
   const std::optional<Tensor>& positions;
   int64_t divisor, modulus;
@@ -53,21 +53,18 @@ TableRow table_row(const char* op, const Places& places, const Tensor& table, co
   return {positions, 1, std::numeric_limits<int64_t>::max(), rows};
 }
 
-struct Channels {
-  int64_t begin, end;  // those from begin + width of the table on are copied
-};
-
+// Channels [begin, end), of which those behind the table's width are copied.
 void rotate(const char* op, const Tensor& x, const Tensor& cos, const Tensor& sin,
-            const Places& places, const Channels& channels, bool tokens_first, bool inverse,
+            const Places& places, int64_t begin, int64_t end, bool tokens_first, bool inverse,
             Tensor& y) {
   check_tensors(op, {{"cos", cos}, {"sin", sin}});
   check_table(op, "cos", cos, x);
   check_table(op, "sin", sin, x);
   const int64_t width = cos.size(1);
   check(sin.size(0) == cos.size(0) && sin.size(1) == width && width % 2 == 0 &&
-            sin.scalar_type() == cos.scalar_type() && channels.begin + width <= channels.end,
-        op, ": cos and sin must be alike, with an even number of channels, at most ",
-        channels.end - channels.begin, "; got ", describe(cos), " and ", describe(sin), ".");
+            sin.scalar_type() == cos.scalar_type() && begin + width <= end,
+        op, ": cos and sin must be alike, with an even number of channels, at most ", end - begin,
+        "; got ", describe(cos), " and ", describe(sin), ".");
   const TableRow table = table_row(op, places, cos, x);
   if (x.numel() == 0) return;
   // On a CPU a thread takes all heads of a token, whose angles are the same; a GPU needs the rows.
@@ -75,21 +72,21 @@ void rotate(const char* op, const Tensor& x, const Tensor& cos, const Tensor& si
   const int64_t rows = x.size(0) * x.size(2) * (x.size(1) / heads_in_row);
   Context context(x);
   auto run = [&]<class S, class C>() {
+    const TokenStrides from{x.stride(0), x.stride(1), x.stride(2)};
+    const TokenStrides to{y.stride(0), y.stride(1), y.stride(2)};
     RotaryEmbedding<S, C> program{data<S>(x, "x"),
                                   data<C>(cos, "cos"),
                                   data<C>(sin, "sin"),
                                   data<S>(y, "y"),
-                                  {x.stride(0), x.stride(1), x.stride(2)},
-                                  {y.stride(0), y.stride(1), y.stride(2)},
-                                  x.size(1),
-                                  x.size(2),
+                                  from,
+                                  to,
+                                  {x.size(0), x.size(1), x.size(2)},
                                   tokens_first,
                                   table,
-                                  channels.begin,
+                                  begin,
                                   width,
-                                  channels.end,
+                                  end,
                                   inverse,
-                                  x.size(0),
                                   heads_in_row};
     rowwise(context, rows, x.size(3) * heads_in_row, program);
   };
@@ -106,17 +103,21 @@ Tensor checked_tokens(const char* op, const Tensor& x) {
   return x.size(3) <= 1 || x.stride(3) == 1 ? x : as_contiguous(x);
 }
 
-Tensor along_a_line(const char* op, const Tensor& given, const Tensor& cos, const Tensor& sin,
-                    const std::optional<Tensor>& positions, bool tokens_first, bool inverse) {
+template <bool kInverse>
+Tensor along_a_line(const Tensor& given, const Tensor& cos, const Tensor& sin,
+                    const std::optional<Tensor>& positions, bool tokens_first) {
+  const char* op = kInverse ? "rotary_embedding_backward" : "rotary_embedding_forward";
   const Tensor x = checked_tokens(op, given);
   Tensor y = tokens_like(x, tokens_first);
   const Places places{positions, 1, std::numeric_limits<int64_t>::max()};
-  rotate(op, x, cos, sin, places, {0, x.size(3)}, tokens_first, inverse, y);
+  rotate(op, x, cos, sin, places, 0, x.size(3), tokens_first, kInverse, y);
   return y;
 }
 
-Tensor over_a_plane(const char* op, const Tensor& given, const Tensor& cos_h, const Tensor& sin_h,
-                    const Tensor& cos_w, const Tensor& sin_w, int64_t img_w, bool inverse) {
+template <bool kInverse>
+Tensor over_a_plane(const Tensor& given, const Tensor& cos_h, const Tensor& sin_h,
+                    const Tensor& cos_w, const Tensor& sin_w, int64_t img_w) {
+  const char* op = kInverse ? "rotary_embedding_2d_backward" : "rotary_embedding_2d_forward";
   const Tensor x = checked_tokens(op, given);
   check(img_w > 0 && cos_h.dim() == 2 && cos_w.dim() == 2 && cos_h.size(1) * 2 == x.size(3) &&
             cos_w.size(1) * 2 == x.size(3),
@@ -126,38 +127,18 @@ Tensor over_a_plane(const char* op, const Tensor& given, const Tensor& cos_h, co
   const std::optional<Tensor> none;
   const int64_t half = x.size(3) / 2;
   const Places row{none, img_w, std::numeric_limits<int64_t>::max()}, column{none, 1, img_w};
-  rotate(op, x, cos_h, sin_h, row, {0, half}, false, inverse, y);
-  rotate(op, x, cos_w, sin_w, column, {half, 2 * half}, false, inverse, y);
+  rotate(op, x, cos_h, sin_h, row, 0, half, false, kInverse, y);
+  rotate(op, x, cos_w, sin_w, column, half, 2 * half, false, kInverse, y);
   return y;
-}
-
-Tensor forward(const Tensor& x, const Tensor& cos, const Tensor& sin,
-               const std::optional<Tensor>& positions, bool tokens_first) {
-  return along_a_line("rotary_embedding_forward", x, cos, sin, positions, tokens_first, false);
-}
-
-Tensor backward(const Tensor& dy, const Tensor& cos, const Tensor& sin,
-                const std::optional<Tensor>& positions, bool tokens_first) {
-  return along_a_line("rotary_embedding_backward", dy, cos, sin, positions, tokens_first, true);
-}
-
-Tensor forward_2d(const Tensor& x, const Tensor& cos_h, const Tensor& sin_h, const Tensor& cos_w,
-                  const Tensor& sin_w, int64_t img_w) {
-  return over_a_plane("rotary_embedding_2d_forward", x, cos_h, sin_h, cos_w, sin_w, img_w, false);
-}
-
-Tensor backward_2d(const Tensor& dy, const Tensor& cos_h, const Tensor& sin_h, const Tensor& cos_w,
-                   const Tensor& sin_w, int64_t img_w) {
-  return over_a_plane("rotary_embedding_2d_backward", dy, cos_h, sin_h, cos_w, sin_w, img_w, true);
 }
 
 }  // namespace
 
 APEX_KERNELS(apex_parallel, m) {
-  m.impl("rotary_embedding_forward", TORCH_BOX(&forward));
-  m.impl("rotary_embedding_backward", TORCH_BOX(&backward));
-  m.impl("rotary_embedding_2d_forward", TORCH_BOX(&forward_2d));
-  m.impl("rotary_embedding_2d_backward", TORCH_BOX(&backward_2d));
+  m.impl("rotary_embedding_forward", TORCH_BOX(&along_a_line<false>));
+  m.impl("rotary_embedding_backward", TORCH_BOX(&along_a_line<true>));
+  m.impl("rotary_embedding_2d_forward", TORCH_BOX(&over_a_plane<false>));
+  m.impl("rotary_embedding_2d_backward", TORCH_BOX(&over_a_plane<true>));
 }
 
 }  // namespace APEX_BACKEND_NS

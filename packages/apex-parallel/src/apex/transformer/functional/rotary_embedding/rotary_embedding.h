@@ -11,9 +11,12 @@
 namespace apex::parallel {
 inline namespace APEX_BACKEND_NS {
 
-// A tensor [batch, heads, sequence, channels], channels contiguous.
+// Of a tensor [batch, heads, sequence, channels], whose channels are contiguous.
 struct TokenStrides {
   int64_t batch, head, token;
+};
+struct TokenCounts {
+  int64_t batch, heads, sequence;
 };
 
 // Which table row a token takes: its place in the sequence divided by `divisor`, modulo `modulus`;
@@ -41,27 +44,25 @@ struct RotaryEmbedding {
   const C *cos, *sin;  // [rows of the table, width]
   S* y;
   TokenStrides x_strides, y_strides;
-  int64_t heads, sequence;
+  TokenCounts counts;
   bool tokens_first;  // rows follow each other as [sequence, batch, heads], else the batch is first
   TableRow table;
   int64_t begin, width, end;  // channels [begin, begin + width) are rotated, the rest to end copied
   bool inverse;
-  int64_t batch;
 
   int64_t heads_in_row;  // of one token: a row of the engine
 
   template <class R>
   APEX_HD void row(R& row) const {
-    int64_t head = 0, b = 0, token = 0;
-    int64_t outer = row.index();
-    if (heads_in_row != heads) {
-      outer = divide(outer, heads / heads_in_row, head);
+    int64_t head = 0, b = 0, token = 0, outer = row.index();
+    if (heads_in_row != counts.heads) {
+      outer = divide(outer, counts.heads / heads_in_row, head);
       head *= heads_in_row;
     }
     if (tokens_first) {
-      token = divide(outer, batch, b);
+      token = divide(outer, counts.batch, b);
     } else {
-      b = divide(outer, sequence, token);
+      b = divide(outer, counts.sequence, token);
     }
     const S* from = x + b * x_strides.batch + head * x_strides.head + token * x_strides.token;
     S* to = y + b * y_strides.batch + head * y_strides.head + token * y_strides.token;
