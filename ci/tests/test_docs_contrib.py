@@ -1,4 +1,4 @@
-"""The README and the pages of apex-contrib: their examples run as they stand."""
+"""Pages of contrib and transformer ops, and contrib's README: their examples run as they stand."""
 
 import importlib
 import inspect
@@ -9,7 +9,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "packages" / "apex-contrib" / "README.md"
-PAGES = sorted((ROOT / "docs" / "contrib").glob("*.md"))
+# The folder of pages: the package whose module has a page's name, and the README that links to it.
+FOLDERS = {
+    "contrib": ("apex.contrib", README),
+    "transformer": (
+        "apex.transformer.functional",
+        ROOT / "packages" / "apex-parallel" / "README.md",
+    ),
+}
+PAGES = sorted(page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 EXAMPLES = [
     pytest.param(block, id=f"{page.stem}-{number}")
@@ -33,7 +41,8 @@ def test_example_runs(block):
 def test_every_argument_stands_on_the_page_with_its_default(page):
     text = page.read_text()
     title = text.splitlines()[0].removeprefix("# ")
-    documented = getattr(importlib.import_module(f"apex.contrib.{page.stem}"), title)
+    package, _ = FOLDERS[page.parent.name]
+    documented = getattr(importlib.import_module(f"{package}.{page.stem}"), title)
     own = inspect.signature(getattr(documented, "apply", documented)).parameters
     cells = re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", text, re.M)
     expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
@@ -42,5 +51,6 @@ def test_every_argument_stands_on_the_page_with_its_default(page):
 
 def test_the_readmes_link_to_every_page():
     for page in PAGES:
-        assert f"docs/contrib/{page.name}" in README.read_text()
-    assert "(docs/contrib)" in (ROOT / "README.md").read_text()
+        folder = page.parent.name
+        assert f"docs/{folder}/{page.name}" in FOLDERS[folder][1].read_text()
+        assert f"(docs/{folder})" in (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ from ....parallel._shared.native.formula import Formula
 
 __all__ = ["decompositions", "rotary_embedding", "rotary_embedding_2d"]
 
-# x and results are [batch, heads, sequence, channels], tables [rows, width] in float32 or x's dtype.
+# x and results: [batch, heads, sequence, channels]; tables: [rows, width], float32 or x's dtype.
 # Results lie in memory as [sequence, batch, heads, channels], or with the batch first.
 
 

@@ -69,7 +69,8 @@ struct RotaryEmbedding {
     const int64_t place = table.of(token);
     const bool is_known = place >= 0 && place < table.rows;
     const int64_t offset = (is_known ? place : 0) * width;
-    const auto pairs = row.within(0, width / 2), rest = row.within(begin + width, end);
+    const auto pairs = row.within(0, width / 2);
+    const auto rest = row.within(begin + width, end);
     for (int64_t i = 0; i < heads_in_row; ++i) {
       rotate(pairs, from + begin, to + begin, offset, is_known);
       if (begin + width < end) {

@@ -43,7 +43,7 @@ struct ScaledSoftmax {
     const T factor = scale;
     const int64_t visible = visible_columns<kScores>(row.index(), row.columns());
     const auto seen = row.within(0, visible);
-    auto scores = seen.ahead(seen.stage(0, x));
+    const auto scores = seen.ahead(seen.stage(0, x));
     // A negative scale turns the order around: the largest is that of the scaled scores.
     const T largest = seen.max([factor](T x) { return factor * x; }, scores);
     auto term = [factor, largest](T x) { return exponential_no_overflow(factor * x - largest); };
@@ -71,7 +71,8 @@ struct MaskedSoftmax {
     const T factor = scale;
     const int64_t batch = row.index() / (heads * rows_of_mask);
     const uint8_t* own = mask + batch * batch_stride + row.index() % rows_of_mask * row.columns();
-    auto scores = row.ahead(row.stage(0, x)), masked = row.ahead(row.shared(own));
+    const auto scores = row.ahead(row.stage(0, x));
+    const auto masked = row.ahead(row.shared(own));
     auto score = [factor](T x, T hidden) {
       T scaled = factor * x;
       return hidden != T(0) ? T(kMaskedScore) : scaled;
@@ -105,7 +106,8 @@ struct ScaledSoftmaxBackward {
     using T = value_type;
     const int64_t visible = visible_columns<kScores>(row.index(), row.columns());
     const auto seen = row.within(0, visible);
-    auto gradients = seen.stage(0, dy), results = seen.stage(1, y);
+    const auto gradients = seen.stage(0, dy);
+    const auto results = seen.stage(1, y);
     const T sum = seen.sum([](T dy, T y) { return dy * y; }, gradients, results);
     const T factor = scale;
     seen.each([factor, sum](T& dx, T dy, T y) { dx = factor * y * (dy - sum); }, seen.out(dx),

@@ -1,0 +1,85 @@
+// Rows seen through a window, rows at addresses of their own, and sums that write, on the CPU,
+// against plain loops; exits non-zero with a line per mismatch.
+#include "apex/engine/rowwise.h"
+#include "checks.h"
+
+namespace {
+
+// y = x / sum(x) over columns [begin, end) of row `rows - 1 - index`, and -1 elsewhere.
+template <class S>
+struct Share {
+  using value_type = compute_t<S>;
+  static constexpr int kStages = 1;
+  const S* x;
+  S *y, *twice;
+  value_type* sums;
+  int64_t rows, begin, end;
+
+  template <class R>
+  void row(R& row) const {
+    using T = value_type;
+    const int64_t other = (rows - 1 - row.index()) * row.columns();
+    const auto window = row.within(begin, end);
+    const T sum = window.sum([](T& y, T x) { return y = 2 * x, x; }, window.out(twice),
+                             window.from(x + other));
+    const T largest = window.max([](T x) { return x; }, window.from(x + other));
+    window.each([=](T& y, T x) { y = x / sum + 0 * largest; },
+                window.to(y + row.index() * row.columns()), window.from(x + other));
+    for (const auto& rest : {row.within(0, begin), row.within(end, row.columns())}) {
+      rest.each([](T& y, T& twice) { y = twice = T(-1); }, rest.out(y), rest.out(twice));
+    }
+    row.once([&] { sums[row.index()] = sum; });
+  }
+};
+
+template <class S>
+void test_window(const Threads& context, int64_t columns, int64_t begin, int64_t end) {
+  using T = compute_t<S>;
+  const int64_t rows = 5;
+  auto x = random_values<S>(rows * columns), y = random_values<S>(rows * columns),
+       twice = random_values<S>(rows * columns);
+  for (S& value : x) value = convert<S>(convert<T>(value) + T(0.6));
+  std::vector<T> sums(rows);
+  rowwise(context, rows, columns,
+          Share<S>{x.data(), y.data(), twice.data(), sums.data(), rows, begin, end});
+  std::string where =
+      std::to_string(columns) + " [" + std::to_string(begin) + ", " + std::to_string(end) + ")";
+  for (int64_t r = 0; r < rows; ++r) {
+    const S* own = x.data() + (rows - 1 - r) * columns;
+    double sum = 0;
+    for (int64_t c = begin; c < end; ++c) sum += convert<T>(own[c]);
+    expect_near(sums[r], sum, 1e-5 * (1 + sum), "sum " + where);
+    for (int64_t c = 0; c < columns; ++c) {
+      const bool inside = c >= begin && c < end;
+      const double value = convert<T>(own[c]);
+      const double unit = sizeof(S) == 2 ? 0.01 : 1e-5;
+      expect_near(convert<T>(y[r * columns + c]), inside ? value / sum : -1, unit, "y " + where);
+      expect_near(convert<T>(twice[r * columns + c]), inside ? 2 * value : -1, unit,
+                  "written by a sum " + where);
+    }
+  }
+}
+
+template <class S>
+void test_all() {
+  for (int threads : {1, 3}) {
+    for (int64_t columns : {1, 16, 63, 64, 65, 200}) {
+      for (int64_t begin : {0, 1, 17, 64}) {
+        for (int64_t end : {1, 16, 18, 33, 63, 64, 129, 200}) {
+          if (begin <= end && end <= columns) test_window<S>({threads}, columns, begin, end);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_all<float>();
+  test_all<double>();
+  test_all<Half>();
+  test_all<BFloat16>();
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}
