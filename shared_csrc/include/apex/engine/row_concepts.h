@@ -51,6 +51,8 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
                                            int64_t stride, T one, Array<T, 2> two) {
   row.out(result);  // this row of a result, for `each`
   row.out(result, stride);
+  row.from(matrix, stride);  // a row at any address, for reading; and for writing
+  row.to(result);
   row.stage(slot, matrix);  // read several times: converted once; slots count up to kStages
   // each(functor, row.out(result), views...), staged as it was rounded
   row.stage_result(slot, result, RowWriteProbe<T>{}, row.in(matrix));

@@ -56,6 +56,16 @@ class Row {
   WriteView<S> out(S* matrix) const {
     return out(matrix, columns_);
   }
+  // A row at any address, for reading or writing; the one that is read next is `next` elements
+  // away.
+  template <class S>
+  ReadView<S> from(const S* address, int64_t next = 0) const {
+    return {address, next};
+  }
+  template <class S>
+  WriteView<S> to(S* address) const {
+    return {address};
+  }
   // A vector [columns] that all rows share.
   template <class S>
   SharedView<S> shared(const S* vector) const {

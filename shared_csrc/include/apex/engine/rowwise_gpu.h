@@ -45,6 +45,14 @@ class Row {
     return out(matrix, columns_);
   }
   template <class S>
+  APEX_DEVICE ReadView<S> from(const S* address, int64_t = 0) const {
+    return {address};
+  }
+  template <class S>
+  APEX_DEVICE WriteView<S> to(S* address) const {
+    return {address};
+  }
+  template <class S>
   APEX_DEVICE ReadView<S> shared(const S* vector) const {
     return {vector};
   }
