@@ -20,6 +20,8 @@
 // same bits. A segment without rows is finished with zeros.
 #pragma once
 
+#include <algorithm>
+
 #include "apex/core/config.h"
 #include "apex/engine/rowwise.h"
 
@@ -33,6 +35,14 @@ struct Segments {
   const int64_t* offsets;  // [count + 1]
   const int64_t* order;    // [rows]
 };
+
+// How many rows ahead of its turn a CPU asks memory for a row: rows lie anywhere, and short ones
+// are done before it has answered.
+inline constexpr int64_t kAheadElements = 1024, kAheadRows = 16;
+
+inline int64_t rows_ahead(int64_t columns) {
+  return std::clamp<int64_t>(kAheadElements / std::max<int64_t>(columns, 1), 1, kAheadRows);
+}
 
 template <class F>
 concept SegmentOfRow = std::is_trivially_copyable_v<F> && requires(const F& segment_of) {

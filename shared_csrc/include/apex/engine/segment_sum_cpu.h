@@ -40,11 +40,13 @@ class SegmentRow : public Row<T> {
  public:
   using Row<T>::Row;
 
-  // The row that follows is `next`.
-  void move_to(int64_t index, int64_t next) {
+  // `later` is the row that is read some rows later; segment() is that of this one, or -1.
+  void move_to(int64_t segment, int64_t index, int64_t later) {
     Row<T>::move_to(index);
-    step_ = next - index;
+    segment_ = segment;
+    step_ = later - index;
   }
+  int64_t segment() const { return segment_; }
 
   template <class S>
   ReadView<S> in(const S* matrix) const {
@@ -52,7 +54,7 @@ class SegmentRow : public Row<T> {
   }
   template <class S>
   ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + this->index() * stride, step_ * stride};
+    return this->from(matrix + this->index() * stride, step_ * stride);
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
@@ -62,11 +64,12 @@ class SegmentRow : public Row<T> {
   WriteView<S> out(S* matrix, int64_t stride) const {
     WriteView<S> view = Row<T>::out(matrix, stride);
     view.next_row = step_ * stride;
+    if (!view.streamed) __builtin_prefetch(view.data + view.next_row, 1, 2);
     return view;
   }
 
  private:
-  int64_t step_ = 0;
+  int64_t segment_ = -1, step_ = 0;
 };
 
 template <class P>
@@ -89,13 +92,15 @@ class SegmentSums {
       : program_(program),
         segments_(segments),
         stride_(sums_stride(columns)),
+        ahead_(rows_ahead(columns)),
         block_(zero_sums<T>(N * stride_)),
         totals_(zero_sums<double>(N * stride_)),
         row_(segments.rows, columns, block_.get()),
         result_(segments.count, columns, nullptr) {}
 
-  // Adds sorted rows [begin, end): at most kRowsPerMerge into block_, more into totals_.
-  void add(int64_t begin, int64_t end) {
+  // Adds a segment's sorted rows [begin, end): at most kRowsPerMerge into block_, more into
+  // totals_.
+  void add(int64_t segment, int64_t begin, int64_t end) {
     std::fill_n(block_.get(), N * stride_, T(0));
     in_totals_ = false;
     for (int64_t place = begin; place < end; ++place) {
@@ -104,7 +109,7 @@ class SegmentSums {
         merge(block_.get());
         std::fill_n(block_.get(), N * stride_, T(0));
       }
-      at(place);
+      at(segment, place);
       program_.column_sums(row_);
     }
     row_.order_sums(N);
@@ -131,7 +136,7 @@ class SegmentSums {
   void finish(int64_t segment, const double* heads) {
     int64_t begin = segments_.offsets[segment], end = segments_.offsets[segment + 1];
     int64_t tile = begin / kSegmentTile + 1;  // the next
-    add(begin, std::min(end, tile * kSegmentTile));
+    add(segment, begin, std::min(end, tile * kSegmentTile));
     if (tile * kSegmentTile < end && !in_totals_) merge(block_.get());
     for (; tile * kSegmentTile < end; ++tile) merge(heads + tile * N * stride_);
     if (in_totals_) {
@@ -145,16 +150,16 @@ class SegmentSums {
   }
 
   // program.row() of the sorted row, where it is wanted.
-  void at(int64_t place) {
+  void at(int64_t segment, int64_t place) {
     const int64_t* order = segments_.order;
-    row_.move_to(order[place], order[place + 1 < segments_.rows ? place + 1 : place]);
+    row_.move_to(segment, order[place], order[std::min(place + ahead_, segments_.rows - 1)]);
     if constexpr (kRows) program_.row(row_);
   }
 
  private:
   const Program& program_;
   const Segments& segments_;
-  const int64_t stride_;
+  const int64_t stride_, ahead_;
   std::unique_ptr<T[], DeleteSums> block_;
   std::unique_ptr<double[], DeleteSums> totals_;
   SegmentRow<T> row_;
@@ -180,7 +185,7 @@ void run_segment_sum(const Context& context, const Segments& segments, int64_t c
       int64_t begin = tile * kSegmentTile;
       const int64_t* next = std::upper_bound(offsets, offsets + segments.count + 1, begin);
       if (next[-1] == begin) continue;
-      sums.add(begin, std::min(*next, begin + kSegmentTile));
+      sums.add(next - offsets - 1, begin, std::min(*next, begin + kSegmentTile));
       sums.take(heads + tile * stride);
     }
     finish_streams();
@@ -205,7 +210,7 @@ void run_segment_sum(const Context& context, const Segments& segments, int64_t c
       sums.finish(segment, heads);
     }
     if (kRows && last == parts) {
-      for (int64_t place = summed; place < segments.rows; ++place) sums.at(place);
+      for (int64_t place = summed; place < segments.rows; ++place) sums.at(-1, place);
     }
     finish_streams();
   });

@@ -22,7 +22,7 @@ Picks picks_of(const char* op, const Tensor& in1, const Tensor& in2, const Tenso
         describe(in1), ".");
   check(in2.dim() == 2 && in2.size(1) == in1.size(1), op, ": in2 must be [N, ", in1.size(1),
         "], rows as long as those of in1, got ", describe(in2), ".");
-  Picks picks{nullptr, in2.size(0), in1.size(0)};
+  Picks picks{nullptr, in2.size(0), in1.size(0), rows_ahead(in1.size(1))};
   check_like(op, "in2", in2, picks.rows * in1.size(1), in1.scalar_type(), in1);
   check_like(op, "idx1", idx1, picks.rows, ScalarType::Long, in1);
   check(picks.in1_rows > 0 || picks.rows == 0, op, ": in1 has no rows to pick: ", describe(in1),

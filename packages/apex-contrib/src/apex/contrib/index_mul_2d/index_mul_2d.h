@@ -11,10 +11,11 @@
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
 
-// idx1: row r of the result is made of row at(r) of in1; negative numbers count from its end.
+// idx1: row r of the result is made of row picks(r) of in1; negative numbers count from its end.
 struct Picks {
   const int64_t* idx1;  // [rows]
   int64_t rows, in1_rows;
+  int64_t ahead;  // how many rows later a row is read that a CPU asks for now
 
   // In [0, in1_rows), or -1: a GPU cannot raise an error for what is no row of in1.
   APEX_HD int64_t operator()(int64_t row) const {
@@ -22,17 +23,28 @@ struct Picks {
     picked += picked < 0 ? in1_rows : 0;
     return picked >= 0 && picked < in1_rows ? picked : -1;
   }
+
+  // The row of in1 for this row, and for one that is read later.
+  template <class R>
+  APEX_HD Array<int64_t, 2> of(const R& row) const {
+    if constexpr (requires { row.segment(); }) {  // sorted by it
+      return {{row.segment(), row.segment()}};
+    } else {
+      int64_t later = row.index() + ahead;
+      return {{(*this)(row.index()), (*this)(later < rows ? later : rows - 1)}};
+    }
+  }
 };
 
 // result := in1[picked] * other of one row; NaN where idx1 is out of range.
 template <class T, class S, class R>
 APEX_HD void multiply_picked(R& row, const Picks& picks, const S* in1, const S* other, S* result) {
-  int64_t index = row.index(), n = row.columns(), picked = picks(index);
-  T one = picked < 0 ? std::numeric_limits<T>::quiet_NaN() : T(1);
-  picked = picked < 0 ? 0 : picked;
-  int64_t next = index + 1 < picks.rows ? picks(index + 1) : picked;
+  const Array<int64_t, 2> rows = picks.of(row);
+  const int64_t picked = rows[0] < 0 ? 0 : rows[0];
+  const int64_t n = row.columns();
+  const T one = rows[0] < 0 ? std::numeric_limits<T>::quiet_NaN() : T(1);
   row.each([=](T& y, T a, T b) { y = a * b * one; }, row.out(result),
-           row.from(in1 + picked * n, (next - picked) * n), row.in(other));
+           row.from(in1 + picked * n, (rows[1] - picked) * n), row.in(other));
 }
 
 // S is the storage type of all tensors.
