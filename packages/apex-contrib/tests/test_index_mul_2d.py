@@ -59,7 +59,7 @@ ARRANGED = [("contiguous", share) for share in SHARES] + [
 ]
 
 
-@pytest.mark.parametrize(("layout", "share"), ARRANGED, ids="-".join)
+@pytest.mark.parametrize(("layout", "share"), ARRANGED, ids=map("-".join, ARRANGED))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_matches_the_oracle(dtype, shape, layout, share, device):
@@ -200,49 +200,57 @@ def test_kernels_check_what_python_did_not():
         ops.index_mul_2d_backward(X[:3], X, X, I, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_names_of_apex(dtype, device):
-    """Its classes, and its extension module, against autograd of the plain formula."""
+def second_derivative(dtype, device):
+    """Arguments of the op and of its backward, and what autograd of the plain formula gives."""
+    in1, in2, idx1 = arguments(dtype, device)
+    leaves = [t.requires_grad_() for t in (torch.randn_like(in2), in1, in2)]
+    y = oracle(in1, in2, idx1)
+    gradients = torch.autograd.grad(y, (in1, in2), leaves[0], create_graph=True)
+    seeds = [torch.randn_like(g) for g in gradients]
+    second = torch.autograd.grad(gradients, leaves, seeds)
+    return (in1, in2, idx1), leaves, seeds, y, gradients, second
+
+
+def assert_close(actual, expected):
+    unit = 4 * torch.finfo(expected[0].dtype).eps
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e.detach(), rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_classes_of_apex(dtype, device):
+    given, leaves, seeds, y, gradients, second = second_derivative(dtype, device)
+    assert_close([IndexMul2d_.apply(*given)], [y])
+    ours = IndexMul2dBackward_.apply(*given, leaves[0])
+    assert_close(ours, gradients)
+    assert_close(torch.autograd.grad(ours, leaves, seeds), second)
+    with torch.no_grad():
+        assert_close(index_mul_2d_backward(*given, leaves[0]), gradients)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_extension_module_of_apex(dtype, device):
+    """It writes to what it is given, whatever that held, with gaps between rows."""
     import fused_index_mul_2d as legacy
 
-    prefix = "half" if dtype == torch.float16 else "float"
-    forward, backward, again = (
-        getattr(legacy, f"{prefix}_{name}") for name in ("forward", "backward", "backward_backward")
-    )
-    in1, in2, idx1 = arguments(dtype, device)
-    leaves = [t.requires_grad_() for t in (in1, in2, torch.randn_like(in2))]
-    dy = leaves[2]
-    y = oracle(in1, in2, idx1)
-    gradients = torch.autograd.grad(y, (in1, in2), dy, create_graph=True)
-    seeds = [torch.randn_like(g) for g in gradients]
-    second = torch.autograd.grad(gradients, (dy, in1, in2), seeds)
-    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
-
-    def close(actual, expected):
-        torch.testing.assert_close(actual, expected, **tolerance)
-
-    close(IndexMul2d_.apply(in1, in2, idx1), y)
-    ours = IndexMul2dBackward_.apply(in1, in2, idx1, dy)
-    close(ours, gradients)
-    close(torch.autograd.grad(ours, (dy, in1, in2), seeds), second)
-    with torch.no_grad():
-        close(index_mul_2d_backward(in1, in2, idx1, dy), gradients)
-
-    # Written to whatever it held, with gaps between rows.
+    prefix = "half" if dtype in (torch.float16, torch.bfloat16) else "float"
+    names = ("forward", "backward", "backward_backward")
+    forward, backward, again = (getattr(legacy, f"{prefix}_{name}") for name in names)
+    given, (dy, in1, in2), seeds, y, gradients, second = second_derivative(dtype, device)
     like = lambda t: torch.full((t.shape[0], 12), 7.0, dtype=dtype, device=device)[:, 2:11]
     out, of_in1, of_in2 = like(in2), like(in1), like(in2)
-    assert forward(out, in1, in2, idx1) is None
-    close(out, y.detach())
-    assert backward(of_in1, of_in2, dy, in1, in2, idx1) is None
-    close((of_in1, of_in2), tuple(g.detach() for g in gradients))
+    assert forward(out, *given) is None
+    assert_close([out], [y])
+    assert backward(of_in1, of_in2, dy, *given) is None
+    assert_close((of_in1, of_in2), gradients)
     results = like(in2), like(in1), like(in2)
-    assert again(*results, dy, *seeds, in1, in2, idx1) is None
-    close(results, second)
+    assert again(*results, dy, *seeds, *given) is None
+    assert_close(results, second)
     before = out.clone()
     with pytest.raises(ValueError, match=r"fused_index_mul_2d: out must be .* \[4, 9\] on"):
-        forward(out[:3], in1, in2, idx1)
+        forward(out[:3], *given)
     with pytest.raises(ValueError, match=r"grad_in1 must be .* \[5, 9\] on"):
-        backward(of_in2, out, dy, in1, in2, idx1)
+        backward(of_in2, out, dy, *given)
     assert torch.equal(out, before)
 
 
