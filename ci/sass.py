@@ -20,6 +20,8 @@ PACKED_KERNELS = {
     "foreach_kernel": ("loads", "stores"),
     "foreach_reduce_chunks": ("loads",),  # what it stores is one sum a block
     "rowwise_kernel": ("loads", "stores"),
+    "segment_heads": ("loads",),  # sums of float32, which lie as they come
+    "segment_sums": ("loads", "stores"),
 }
 
 

@@ -23,6 +23,7 @@ MODULES = {
     "from apex.transformer.functional import FusedScaleMaskSoftmax": 41,
     "import apex.contrib": 2,
     "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": 17,
+    "from apex.contrib.index_mul_2d import index_mul_2d": 17,
 }
 LOADED = """
 import json, sys

@@ -1,7 +1,8 @@
-"""Compiling and running small C++ programs against the headers, per ISA level."""
+"""Compiling small C++ programs against the headers, per ISA level or for the emulated GPU."""
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,36 @@ def compile_cpp(tmp_path):
         return out
 
     return compile_source
+
+
+@pytest.fixture(scope="session")
+def compile_emulated():
+    """Return a function that compiles sources with the emulator, and without torch.
+
+    It takes a folder to work in and the sources, and gives the executable's path.
+    """
+    emulated = targets.Target("emu")
+
+    def compile_program(folder: Path, *sources: Path) -> Path:
+        own = [*toolchain.compile_flags(emulated), *toolchain.include_flags(emulated), "-Werror"]
+        emulator = [f for f in toolchain.emulator_flags() if f != "-DAPEX_EMULATE_TENSORS"]
+        units = [(source, own) for source in sources]
+        units.append((toolchain.EMULATION / "runtime.cpp", emulator))
+
+        def compile_one(unit) -> str:
+            source, flags = unit
+            target = str(folder / f"{source.stem}.o")
+            command = [*toolchain.find_cxx(), *flags, "-c", str(source), "-o", target]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert result.returncode == 0, result.stderr[:5000]
+            return target
+
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(compile_one, units))
+        program = folder / "program"
+        wrapped = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
+        command = [*toolchain.find_cxx(), *objects, *wrapped, "-ldl", "-o", str(program)]
+        subprocess.run(command, check=True, timeout=300)
+        return program
+
+    return compile_program

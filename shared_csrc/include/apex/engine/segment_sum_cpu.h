@@ -1,0 +1,232 @@
+// Sums over segments on the CPU: a counting sort, then a segment at a time per thread.
+#pragma once
+
+#include <algorithm>
+
+#include "apex/engine/colwise_cpu.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Sorted rows after which a run of additions ends. What follows of a segment is added up by itself,
+// by any thread, so that few long segments keep all threads busy.
+inline constexpr int64_t kSegmentTile = 1024;
+
+// A counting sort: it takes some nanoseconds a row.
+template <class Context, SegmentOfRow F>
+Segments group_rows(const Context& context, int64_t rows, int64_t count, const F& segment_of) {
+  // ends[s + 1] counts segment s, then says where its next row goes, and last where it ends, which
+  // is where offsets[s + 1] belongs. Rows of no segment are segment `count`.
+  auto* ends = static_cast<int64_t*>(context.workspace((count + 2) * sizeof(int64_t)));
+  auto* order = static_cast<int64_t*>(context.workspace(rows * sizeof(int64_t)));
+  auto place_of = [&](int64_t row) {
+    int64_t segment = segment_of(row);
+    return (segment < 0 || segment > count ? count : segment) + 1;
+  };
+  std::fill_n(ends, count + 2, 0);
+  for (int64_t row = 0; row < rows; ++row) ++ends[place_of(row)];
+  for (int64_t total = 0, place = 1; place < count + 2; ++place) {
+    int64_t size = ends[place];
+    ends[place] = total;
+    total += size;
+  }
+  for (int64_t row = 0; row < rows; ++row) order[ends[place_of(row)]++] = row;
+  return {rows, count, ends, order};
+}
+
+// What a program sees of a row: as Row, but rows follow each other in the order of segments.
+template <class T>
+class SegmentRow : public Row<T> {
+ public:
+  using Row<T>::Row;
+
+  // `later` is the row that is read some rows later; segment() is that of this one, or -1.
+  void move_to(int64_t segment, int64_t index, int64_t later) {
+    Row<T>::move_to(index);
+    segment_ = segment;
+    step_ = later - index;
+  }
+  int64_t segment() const { return segment_; }
+
+  template <class S>
+  ReadView<S> in(const S* matrix) const {
+    return in(matrix, this->columns());
+  }
+  template <class S>
+  ReadView<S> in(const S* matrix, int64_t stride) const {
+    return this->from(matrix + this->index() * stride, step_ * stride);
+  }
+  template <class S>
+  WriteView<S> out(S* matrix) const {
+    return out(matrix, this->columns());
+  }
+  template <class S>
+  WriteView<S> out(S* matrix, int64_t stride) const {
+    WriteView<S> view = Row<T>::out(matrix, stride);
+    view.next_row = step_ * stride;
+    if (!view.streamed) __builtin_prefetch(view.data + view.next_row, 1, 2);
+    return view;
+  }
+
+ private:
+  int64_t segment_ = -1, step_ = 0;
+};
+
+template <class P>
+concept SegmentProgram =
+    PlainProgram<P> && requires(const P& program, SegmentRow<typename P::value_type>& row,
+                                Row<typename P::value_type>& result,
+                                const Array<ReadView<typename P::value_type>, P::kSums>& sums) {
+      program.column_sums(row);
+      program.finish(result, sums);
+    };
+
+// What a thread adds rows into. kRows: program.row() comes before each.
+template <bool kRows, class Program>
+class SegmentSums {
+ public:
+  using T = typename Program::value_type;
+  static constexpr int N = Program::kSums;
+
+  SegmentSums(const Program& program, const Segments& segments, int64_t columns)
+      : program_(program),
+        segments_(segments),
+        stride_(sums_stride(columns)),
+        ahead_(rows_ahead(columns)),
+        block_(zero_sums<T>(N * stride_)),
+        totals_(zero_sums<double>(N * stride_)),
+        row_(segments.rows, columns, block_.get()),
+        result_(segments.count, columns, nullptr) {}
+
+  // Adds a segment's sorted rows [begin, end): at most kRowsPerMerge into block_, more into
+  // totals_.
+  void add(int64_t segment, int64_t begin, int64_t end) {
+    std::fill_n(block_.get(), N * stride_, T(0));
+    in_totals_ = false;
+    for (int64_t place = begin; place < end; ++place) {
+      if (place != begin && (place - begin) % kRowsPerMerge<Program, T> == 0) {
+        row_.order_sums(N);
+        merge(block_.get());
+        std::fill_n(block_.get(), N * stride_, T(0));
+      }
+      at(segment, place);
+      program_.column_sums(row_);
+    }
+    row_.order_sums(N);
+    if (in_totals_) merge(block_.get());
+  }
+
+  // totals_ += part
+  template <class P>
+  void merge(const P* part) {
+    double* totals = totals_.get();
+    APEX_VECTORIZE
+    for (int64_t i = 0; i < N * stride_; ++i) {
+      totals[i] = (in_totals_ ? totals[i] : 0) + static_cast<double>(part[i]);
+    }
+    in_totals_ = true;
+  }
+
+  // Moves what was added to `target`, [kSums, stride].
+  void take(double* target) {
+    if (!in_totals_) merge(block_.get());
+    std::copy_n(totals_.get(), N * stride_, target);
+  }
+
+  void finish(int64_t segment, const double* heads) {
+    int64_t begin = segments_.offsets[segment], end = segments_.offsets[segment + 1];
+    int64_t tile = begin / kSegmentTile + 1;  // the next
+    add(segment, begin, std::min(end, tile * kSegmentTile));
+    if (tile * kSegmentTile < end && !in_totals_) merge(block_.get());
+    for (; tile * kSegmentTile < end; ++tile) merge(heads + tile * N * stride_);
+    if (in_totals_) {
+      APEX_VECTORIZE
+      for (int64_t i = 0; i < N * stride_; ++i) block_[i] = static_cast<T>(totals_[i]);
+    }
+    result_.move_to(segment);
+    Array<ReadView<T>, N> sums;
+    for (int n = 0; n < N; ++n) sums[n] = {block_.get() + n * stride_};
+    program_.finish(result_, sums);
+  }
+
+  // program.row() of the sorted row, where it is wanted.
+  void at(int64_t segment, int64_t place) {
+    const int64_t* order = segments_.order;
+    row_.move_to(segment, order[place], order[std::min(place + ahead_, segments_.rows - 1)]);
+    if constexpr (kRows) program_.row(row_);
+  }
+
+ private:
+  const Program& program_;
+  const Segments& segments_;
+  const int64_t stride_, ahead_;
+  std::unique_ptr<T[], DeleteSums> block_;
+  std::unique_ptr<double[], DeleteSums> totals_;
+  SegmentRow<T> row_;
+  Row<T> result_;
+  bool in_totals_ = false;
+};
+
+template <bool kRows, class Context, SegmentProgram Program>
+void run_segment_sum(const Context& context, const Segments& segments, int64_t columns,
+                     const Program& program) {
+  using Sums = SegmentSums<kRows, Program>;
+  const int64_t *offsets = segments.offsets, stride = Sums::N * sums_stride(columns);
+  const int64_t summed = offsets[segments.count];
+  const int64_t tiles = (summed + kSegmentTile - 1) / kSegmentTile;
+  // Of every tile, what belongs to a segment that began before it.
+  auto* heads = static_cast<double*>(context.workspace(tiles * stride * sizeof(double)));
+  const int64_t rows_per_grain =
+      std::max<int64_t>(1, kRowwiseGrain / std::max<int64_t>(columns, 1));
+  const int64_t tiles_per_grain = (rows_per_grain + kSegmentTile - 1) / kSegmentTile;
+  context.parallel_for(1, tiles, tiles_per_grain, [&](int64_t first, int64_t last) {
+    Sums sums(program, segments, columns);
+    for (int64_t tile = first; tile < last; ++tile) {
+      int64_t begin = tile * kSegmentTile;
+      const int64_t* next = std::upper_bound(offsets, offsets + segments.count + 1, begin);
+      if (next[-1] == begin) continue;
+      sums.add(next - offsets - 1, begin, std::min(*next, begin + kSegmentTile));
+      sums.take(heads + tile * stride);
+    }
+    finish_streams();
+  });
+  // Threads have equal shares of rows and segments together. Behind the last segment's rows are
+  // those of no segment.
+  const int64_t work = segments.rows + segments.count;
+  const int64_t parts = std::clamp<int64_t>(work / rows_per_grain, 1, context.threads());
+  auto segment_at = [&](int64_t part) {
+    int64_t low = 0, high = segments.count, wanted = work * part / parts;
+    while (low < high) {
+      int64_t middle = (low + high) / 2;
+      (offsets[middle] + middle < wanted ? low : high) =
+          middle + (offsets[middle] + middle < wanted);
+    }
+    return part == parts ? segments.count : low;
+  };
+  context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    Sums sums(program, segments, columns);
+    const int64_t end = segment_at(last);
+    for (int64_t segment = segment_at(first); segment < end; ++segment) {
+      sums.finish(segment, heads);
+    }
+    if (kRows && last == parts) {
+      for (int64_t place = summed; place < segments.rows; ++place) sums.at(-1, place);
+    }
+    finish_streams();
+  });
+}
+
+template <class Context, SegmentProgram Program>
+void segment_sum(const Context& context, const Segments& segments, int64_t columns,
+                 const Program& program) {
+  run_segment_sum<false>(context, segments, columns, program);
+}
+
+template <class Context, SegmentProgram Program>
+void rowwise_segment_sum(const Context& context, const Segments& segments, int64_t columns,
+                         const Program& program) {
+  run_segment_sum<true>(context, segments, columns, program);
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
