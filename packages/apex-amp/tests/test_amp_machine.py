@@ -181,6 +181,8 @@ class Training(RefusedCalls, Watched):
             self.zero_grad(True)
         for optimizer in self.optimizers:
             optimizer.step()
+        for index, stepped in enumerate(self.stepped_on()):
+            assert stepped.grad is None or not self.has_master(index)  # skipped or not
         for index, plain in enumerate(self.plain):
             if not self.skip:
                 plain.step()

@@ -9,7 +9,7 @@
 
 // Row programs here are large: on the CPU one body serves both engines that call it.
 #if defined(APEX_GPU)
-#define APEX_NORM_ROW APEX_DEVICE
+#define APEX_NORM_ROW APEX_HD
 #else
 #define APEX_NORM_ROW __attribute__((noinline))
 #endif
