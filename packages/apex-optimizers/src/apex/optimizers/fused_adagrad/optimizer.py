@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..stepping.buckets import Bucket, StateLayout
 from ..stepping.checks import check_lr, check_not_negative
-from ..stepping.held_buckets import HoldingBucket
 from ..stepping.held_lists import HeldOps
 from ..stepping.optimizer import FusedOptimizer
 from .ops import adagrad_step
@@ -18,7 +17,7 @@ from .ops import adagrad_step
 ADAGRAD_HELD = HeldOps(adagrad_step, __file__)
 
 
-class AdagradBucket(HoldingBucket):
+class AdagradBucket(Bucket):
     """A bucket that hands its lists over once, where that pays."""
 
     held_ops = ADAGRAD_HELD

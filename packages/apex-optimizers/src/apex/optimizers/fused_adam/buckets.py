@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.buckets import MASTER
-from ..stepping.held_buckets import HoldingBucket
+from ..stepping.buckets import MASTER, Bucket
 from ..stepping.held_lists import HeldOps
 from .moments import SCALES, compact_step
 from .ops import adam_step, adam_step_capturable
@@ -20,7 +19,7 @@ ADAM_HELD = HeldOps(adam_step, __file__)
 _scales_of = operator.methodcaller("get", SCALES)
 
 
-class AdamBucket(HoldingBucket):
+class AdamBucket(Bucket):
     """A bucket that hands its lists over once, where that pays."""
 
     writing_ops = (adam_step_capturable,)  # unscales them

@@ -43,20 +43,11 @@ def share_grad_norm(buckets: list[Bucket], inv_scale: Tensor | None = None) -> N
     """
     norm = None
     if any(bucket.group["max_grad_norm"] > 0 for bucket in buckets):
-        norm = _norm_of_buckets(buckets)
+        norm = _norm_of_all(buckets)
         if inv_scale is not None:
             norm = norm * inv_scale.to(norm.device, norm.dtype)
     for bucket in buckets:
         bucket.grad_norm = None if norm is None else norm.to(bucket.params[0].device)
-
-
-def _norm_of_buckets(buckets: list[Bucket]) -> Tensor:
-    try:
-        return _norm_of_all([grad for bucket in buckets for grad in bucket.dense_grads()])
-    except RuntimeError:
-        for bucket in buckets:
-            bucket.check()  # says more
-        raise
 
 
 def _norm_of_list(grads: list[Tensor]) -> Tensor:
@@ -68,12 +59,13 @@ def _norm_of_list(grads: list[Tensor]) -> Tensor:
     return square.sqrt_().to(norm.dtype)
 
 
-def _norm_of_all(grads: list[Tensor]) -> Tensor:
+def _norm_of_all(buckets: list[Bucket]) -> Tensor:
     """Norm of gradients of any devices and dtypes, without waiting for a device."""
     lists: dict[tuple, list[Tensor]] = {}
-    for grad in grads:
-        key = (grad.device, grad.dtype, placement_of(grad))
-        lists.setdefault(key, []).append(grad)
+    for bucket in buckets:
+        grads = bucket.dense_grads()
+        key = (grads[0].device, grads[0].dtype, placement_of(grads[0]))
+        lists.setdefault(key, []).extend(grads)
     norms = [_norm_of_list(own) for own in lists.values()]
     if len(norms) == 1:
         return norms[0]

@@ -8,13 +8,14 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._shared.native.writes import below_autograd
 from .gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
+from .held_lists import HeldOps, Holder
 from .masters import MasterMarks
 from .sharding import is_sharded, local_tensors
 
@@ -22,6 +23,7 @@ MASTER = "master_param"
 
 _step_of = operator.itemgetter("step")
 _dtype_of = operator.attrgetter("dtype")
+_Lists = tuple[list[Tensor], ...]
 
 
 # Pickles of FusedAdam name StateLayout, by the place where it was before.
@@ -38,6 +40,8 @@ class StateLayout:
     counts_group_steps: bool = True  # whether the group holds "step"
     grad_name: str = "grad"  # the parameters' attribute that holds the gradient
     any_grad_dtype: bool = False  # whether gradients may differ in dtype from their parameter
+    counts_steps: bool = True  # whether states hold "step"
+    has_copies: bool = False  # whether 16-bit copies of float32 masters are written, too
 
 
 def state_dtype(param: Tensor) -> torch.dtype | None:
@@ -49,40 +53,75 @@ def state_dtype(param: Tensor) -> torch.dtype | None:
     return None
 
 
+class Members(NamedTuple):
+    """Lists of one length, an element per parameter of a bucket."""
+
+    params: list[Tensor]  # what is updated
+    sources: list[Tensor]  # whose gradients are used: the parameters, or what they are masters of
+    copies: list[Tensor]  # 16-bit parameters that are written, too; empty if there are none
+    states: list[Any]
+
+
 class Bucket:
-    """Parameters of one group with one device, dtype and step count.
+    """Parameters of one group with one device, dtype and step count: one launch updates them.
 
     ``step`` in the state of all parameters is one shared tensor, so that counting a step is one
     operation, whatever the number of parameters. Gradients and states are those of the step that is
-    being taken; between steps the bucket has none, so that they can be freed.
+    being taken; between steps the bucket has none, so that they can be freed. But the lists of
+    many small tensors stay in C++, if the operator can hold them.
     """
 
-    writing_ops: tuple[Callable[..., None], ...] = ()  # which write to gradients, too
+    writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
+    held_ops: ClassVar[HeldOps | None] = None  # of the operator that can hold its lists
 
     def __init__(
-        self, layout: StateLayout, group: dict[str, Any], params: list[Tensor], states: list[dict]
+        self,
+        layout: StateLayout,
+        group: dict[str, Any],
+        keys: tuple[str, ...],
+        members: Members,
+        count: int,
     ) -> None:
         self.layout = layout
         self.group = group
-        self.params = params
-        self.states = states
+        self.keys = keys  # of the moments in states; the others are not used in this group
+        self.params, self.sources, self.copies, self.states = members
+        self.count = count  # steps that parameters had taken when the bucket was made
         self.grads: list[Tensor] = []
+        self.lists: _Lists = ()  # one per moment, then that of masters or copies
         self.has_run = False  # whether this step has changed anything
-        self.step_tensor: Tensor = states[0]["step"]
-        self.dtype = params[0].dtype  # of all of them
-        self.is_sharded = is_sharded(params[0])
+        self.step_tensor: Tensor | None = self.states[0]["step"] if layout.counts_steps else None
+        self.dtype = self.params[0].dtype  # of all of them
+        self.is_sharded = is_sharded(self.params[0])
         self.marks = MasterMarks()
+        self._holder = Holder(self.held_ops, self.params) if self.held_ops else None
+        self._kept: _Lists | None = None  # lists of the last step, if they may be held
         self._memory: list[Any] = []
+        self._source_forms: list[Any] = []
         self._state_addresses: list[list[int]] = []
         self._known_states: list[list[weakref.ref[Tensor]]] = []
         self._grad_dtypes: set[torch.dtype] = set()
 
+    def take(self, grads: list[Tensor], states: list[Any]) -> bool:
+        """Take over the gradients and states of a step; return whether states are this bucket's.
+
+        They are not where somebody took out moments, or replaced what these states share.
+        """
+        self.grads, self.states, self.has_run = grads, states, False
+        try:
+            self.lists = self.read_lists()
+            return self.has_own_states()
+        except (KeyError, TypeError):  # a moment is gone, or there is no state
+            return False
+
+    def drop(self) -> None:
+        """Hold no gradient and no state any longer."""
+        self.grads, self.states, self.lists = [], [], ()
+
     def has_own_states(self) -> bool:
         """Whether nobody has replaced what these states share."""
-        try:
-            return all(map(operator.is_, map(_step_of, self.states), repeat(self.step_tensor)))
-        except (KeyError, TypeError):  # cleared, or no states at all
-            return False
+        shared = self.step_tensor
+        return shared is None or all(map(operator.is_, map(_step_of, self.states), repeat(shared)))
 
     @property
     def step_number(self) -> int:
@@ -93,23 +132,24 @@ class Bucket:
 
     @property
     def has_masters(self) -> bool:
-        return MASTER in self.states[0]
+        return self.layout.has_masters and MASTER in self.states[0]
 
     def check(self) -> None:
         """Raise if a gradient or a parameter cannot be used, before anything is changed."""
-        check_step(self.layout, self.params, self.grads)
+        check_step(self.layout, self.params, self.sources, self.grads)
 
     def check_new_gradients(self) -> None:
         """Raise if a gradient cannot be used; the parameters are as :meth:`remember` left them."""
         where, any_dtype = f"{self.layout.optimizer}.step", self.layout.any_grad_dtype
-        check_gradients(where, self.params, self.grads, any_dtype, self._memory[-1])
+        check_gradients(where, self.sources, self.grads, any_dtype, self._source_forms)
 
     def remember(self) -> None:
         """Note what is checked now, for :meth:`is_as_remembered`."""
-        states = self.state_lists()
         self._memory = memory_of(self.params)
-        self._state_addresses = list(map(_addresses_of, states))
-        self._known_states = [list(map(weakref.ref, own)) for own in states]
+        is_own = self.sources is self.params
+        self._source_forms = self._memory[-1] if is_own else forms_of(self.sources)
+        self._state_addresses = list(map(_addresses_of, self.lists))
+        self._known_states = [list(map(weakref.ref, own)) for own in self.lists]
         self._grad_dtypes = set(map(_dtype_of, self.grads))
 
     def is_as_remembered(self) -> bool:
@@ -118,41 +158,85 @@ class Bucket:
             return False
         if self.layout.any_grad_dtype and set(map(_dtype_of, self.grads)) != self._grad_dtypes:
             return False
-        states = self.state_lists()
         return (
-            len(states) == len(self._known_states)
-            and all(map(refer_to, self._known_states, states))
-            and self._state_addresses == list(map(_addresses_of, states))
+            len(self.lists) == len(self._known_states)
+            and all(map(refer_to, self._known_states, self.lists))
+            and self._state_addresses == list(map(_addresses_of, self.lists))
         )
 
-    def state_lists(self) -> tuple[list[Tensor], ...]:
-        """One list per moment, then that of the masters, which is empty if there are none."""
-        lists = [[state[key] for state in self.states] for key in self.layout.moments]
+    def read_lists(self) -> _Lists:
+        """The lists of states; raises KeyError or TypeError where they lack what they held."""
+        if self._kept is not None and self._still_has(self._kept):
+            return self._kept
+        lists = [
+            list(map(operator.itemgetter(key), self.states)) if key in self.keys else []
+            for key in self.layout.moments
+        ]
         if self.layout.has_masters:
             lists.append([state[MASTER] for state in self.states] if self.has_masters else [])
-        return tuple(lists)
+        elif self.layout.has_copies:
+            lists.append(self.copies)
+        self._kept = tuple(lists) if self._holder and self._holder.may_hold else None
+        return tuple(lists) if self._kept is None else self._kept
+
+    def _still_has(self, lists: _Lists) -> bool:
+        """Whether the state of all parameters still consists of these very tensors."""
+        keys = self.layout.moments
+        if self.layout.has_masters:
+            keys = (*keys, MASTER)
+            if self.has_masters != bool(lists[-1]):
+                return False
+        return all(
+            all(map(operator.is_, map(operator.itemgetter(key), self.states), tensors))
+            for key, tensors in zip(keys, lists, strict=False)  # copies have no key
+            if tensors
+        )
 
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
         """Call a step operator on the lists; gradients of another layout are copied first."""
         if self.has_masters:
-            masters = self.local([state[MASTER] for state in self.states])
-            self.marks.refill(self.params, self.local(self.params), masters)
-        call, grads = self.bind(op, hyper), self.local(self.grads)
-        used = call_matched(call, self.check, self.local(self.params), grads)
+            self.marks.refill(self.params, self.local(self.params), self.local(self.lists[-1]))
+        grads = self.local(self.grads)
+        used = self._call_matched(self._bind(op, hyper), grads)
         if used is not grads and op in self.writing_ops:
             for own, copy in zip(grads, used, strict=True):
                 if own is not copy:
                     write_back(own, copy)
         self.has_run = True
         # Autograd then notices a backward pass over values from before the step.
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self.params + self.copies)
         if self.has_masters:
             self.marks.count()
 
-    def bind(self, op: Callable[..., None], hyper: tuple) -> Callable[[list[Tensor]], None]:
+    def _bind(self, op: Callable[..., None], hyper: tuple) -> Callable[[list[Tensor]], None]:
         """The operator as a function of the gradients alone."""
-        params, *states = map(self.local, (self.params, *self.state_lists()))
-        return lambda grads: op(params, grads, *states, *hyper)
+        holder = self._holder
+        may_hold = holder and op is self.held_ops.plain
+        if may_hold and holder.lists_of(self.params, self.lists, self.grads):
+            return lambda grads: holder.step(grads, *hyper)
+        params, *lists = map(self.local, (self.params, *self.lists))
+        return lambda grads: op(params, grads, *lists, *hyper)
+
+    def _call_matched(
+        self, call: Callable[[list[Tensor]], None], grads: list[Tensor]
+    ) -> list[Tensor]:
+        """Call a step operator; return the gradients that it used, copies where layouts differed.
+
+        The operator itself asks how gradients lie in memory, before it writes: to ask here takes a
+        fifth of the time of a step of small tensors.
+        """
+        try:
+            with below_autograd():
+                call(grads)
+            return grads
+        except (RuntimeError, NotImplementedError):
+            self.check()
+            matched = match_layouts(self.local(self.sources), grads)
+            if all(map(operator.is_, matched, grads)):
+                raise
+        with below_autograd():
+            call(matched)
+        return matched
 
     def dense_grads(self) -> list[Tensor]:
         """The gradients; one that a user set may have gaps or overlaps in memory, and is copied."""
@@ -169,36 +253,6 @@ class Bucket:
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors, or of DTensors the shards of this process."""
         return local_tensors(tensors) if self.is_sharded else tensors
-
-
-def call_matched(
-    call: Callable[[list[Tensor]], None],
-    check: Callable[[], None],
-    params: list[Tensor],
-    grads: list[Tensor],
-) -> list[Tensor]:
-    """Call a step operator; return the gradients that it used, copies where layouts differed.
-
-    The operator itself asks how gradients lie in memory, before it writes: to ask here takes a
-    fifth of the time of a step of small tensors.
-
-    Args:
-        call: the operator, as a function of the gradients.
-        check: raises if a gradient or a parameter cannot be used.
-        params, grads: the shards of DTensors.
-    """
-    try:
-        with below_autograd():
-            call(grads)
-        return grads
-    except (RuntimeError, NotImplementedError):
-        check()
-        matched = match_layouts(params, grads)
-        if all(map(operator.is_, matched, grads)):
-            raise
-    with below_autograd():
-        call(matched)
-    return matched
 
 
 def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
@@ -225,8 +279,10 @@ def refer_to(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor
     )
 
 
-def check_step(layout: StateLayout, params: list[Tensor], grads: list[Tensor]) -> None:
+def check_step(
+    layout: StateLayout, params: list[Tensor], sources: list[Tensor], grads: list[Tensor]
+) -> None:
     """Raise RuntimeError if a gradient or a parameter cannot be used."""
     where = f"{layout.optimizer}.step"
-    check_gradients(where, params, grads, layout.any_grad_dtype)
+    check_gradients(where, sources, grads, layout.any_grad_dtype)
     check_dense(where, params)
