@@ -49,7 +49,7 @@ class AdamBucket(Bucket):
         has_any = self.layout.any_grad_dtype
         if has_any and self.params[0].dtype == torch.float64 != self.grads[0].dtype:
             self.check()
-            self.grads = [grad.double() for grad in self.grads]  # smaller decoupled ones
+            self.used = [grad.double() for grad in self.used]  # smaller decoupled ones
         super().run(op, *hyper)
 
     @property

@@ -37,12 +37,6 @@ class MomentumBucket(Bucket):
         """Whether nothing has been written to the buffers."""
         return self.count == 0
 
-    def read_lists(self) -> tuple[list[Tensor], ...]:
-        kept, lists = self._kept, super().read_lists()
-        if lists is not kept and type(None) in map(type, lists[0]):
-            raise TypeError("None is torch's word for a buffer that is missing")
-        return lists
-
 
 class MomentumOptimizer(FusedOptimizer):
     """Keeps the buffers of parameters, and writes the model's 16-bit copies of amp's masters."""

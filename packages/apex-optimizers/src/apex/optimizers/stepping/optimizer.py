@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .buckets import MASTER, Bucket, StateLayout, state_dtype
+from .buckets import MASTER, Bucket, Outdated, StateLayout, state_dtype
 from .checkpoints import complete_groups, load_state, separate_steps
 from .checks import check_duplicates, check_numbers, check_params, require_kernels
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
@@ -255,29 +255,21 @@ class FusedOptimizer(torch.optim.Optimizer):
     def update_params(self) -> None:
         """Step all buckets, and hold nothing afterwards: gradients set to None are to be freed."""
         try:
-            self._step_and_repair()
+            self._check_capture()
+            check_numbers(self.layout.optimizer, self.param_groups)
+            buckets = self._buckets.collect(self)
+            try:
+                self.step_buckets(buckets)
+            except Outdated:
+                if any(bucket.has_run for bucket in buckets):
+                    raise
+                self._buckets.forget()
+                self.step_buckets(self._buckets.collect(self))
         except BaseException:
             self._buckets.take_back(self.state)
             raise
         finally:
             self._buckets.drop()
-
-    def _step_and_repair(self) -> None:
-        buckets = self.checked_buckets()
-        try:
-            self.step_buckets(buckets)
-        except (KeyError, AttributeError, RuntimeError):
-            if any(bucket.has_run for bucket in buckets) or not self._buckets.is_outdated():
-                raise
-            # A kernel refused, before it wrote, what was changed since its bucket was made.
-            self._buckets.forget()
-            self.step_buckets(self.checked_buckets())
-
-    def checked_buckets(self) -> list[Bucket]:
-        """The buckets of this step, none of which will fail for its gradients or states."""
-        self._check_capture()
-        check_numbers(self.layout.optimizer, self.param_groups)
-        return self._buckets.collect(self)
 
     def _check_capture(self) -> None:
         """Raise RuntimeError where a graph would repeat this step's number in every replay."""

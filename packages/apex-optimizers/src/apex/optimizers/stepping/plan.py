@@ -63,10 +63,6 @@ class BucketCache:
                 bucket.check_new_gradients()
         return buckets
 
-    def is_outdated(self) -> bool:
-        """Whether parameters or states are not those that were checked when buckets were made."""
-        return any(group.is_outdated() for group in self._groups if group)
-
     def forget(self) -> None:
         """Make all buckets anew in the next step."""
         for bucket in self._buckets():
