@@ -157,16 +157,16 @@ class FusedAdagrad(FusedOptimizer):
         super().load_state_dict(state_dict)
 
     def step_bucket(self, bucket: Bucket) -> None:
-        group = bucket.group
+        group, numbers = bucket.group, self.numbers_of(bucket)
         bucket.run(
             adagrad_step,
-            float(group["lr"]),
+            numbers.lr,
             group["eps"],
             group["weight_decay"],
             bool(self.adagrad_w_mode),
             bool(group["maximize"]),
         )
-        bucket.set_step(bucket.step_number + 1)
+        numbers.count(bucket)
 
 
 def _check_supported(where: str, group: dict[str, Any]) -> None:

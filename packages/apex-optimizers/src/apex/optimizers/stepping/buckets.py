@@ -18,6 +18,7 @@ from .gradients import check_dense, check_gradients, forms_of, match_layouts, wr
 from .held_lists import HeldOps, Holder
 from .masters import MasterMarks
 from .sharding import is_sharded, local_tensors
+from .state_order import are_same
 
 MASTER = "master_param"
 
@@ -113,6 +114,7 @@ class Bucket:
         self.group = group
         self.keys = keys  # of the moments in states; the others are not used in this group
         self.params, self.sources, self.copies, self.states = members
+        self._written = self.params + self.copies
         self.count = count  # steps that parameters had taken when the bucket was made
         self.grads: list[Tensor] = []
         self.used: list[Tensor] = []  # the same, or shards, or copies in the parameters' layout
@@ -174,7 +176,7 @@ class Bucket:
 
     def remember(self) -> None:
         """Note what is checked now, for :meth:`is_as_remembered`."""
-        self._memory = memory_of(self.params)
+        self._memory = _memory_of(self.params)
         is_own = self.sources is self.params
         self._source_forms = self._memory[-1] if is_own else forms_of(self.sources)
         self._state_addresses = list(map(_addresses_of, self.lists))
@@ -183,13 +185,13 @@ class Bucket:
 
     def is_as_remembered(self) -> bool:
         """Whether parameters and states are the same tensors still, in the same memory."""
-        if self._memory != memory_of(self.params):
+        if self._memory != _memory_of(self.params):
             return False
         if self.layout.any_grad_dtype and set(map(_dtype_of, self.grads)) != self._grad_dtypes:
             return False
         return (
             len(self.lists) == len(self._known_states)
-            and all(map(refer_to, self._known_states, self.lists))
+            and all(map(_refer_to, self._known_states, self.lists))
             and self._state_addresses == list(map(_addresses_of, self.lists))
         )
 
@@ -217,11 +219,10 @@ class Bucket:
             keys = (*keys, MASTER)
             if self.has_masters != bool(lists[-1]):
                 return False
-        return all(
-            all(map(operator.is_, map(operator.itemgetter(key), self.states), tensors))
-            for key, tensors in zip(keys, lists, strict=False)  # copies have no key
-            if tensors
-        )
+        for key, own in zip(keys, lists, strict=False):  # copies have no key
+            if own and not all(map(operator.is_, map(operator.itemgetter(key), self.states), own)):
+                return False
+        return True
 
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
         """Call a step operator on the lists and ``hyper``; see :func:`ask`."""
@@ -232,7 +233,7 @@ class Bucket:
                     write_back(own, copy)
         self.has_run = True
         # Autograd then notices a backward pass over values from before the step.
-        torch.autograd.graph.increment_version(self.params + self.copies)
+        torch.autograd.graph.increment_version(self._written)
         if self.has_masters:
             self.marks.count()
 
@@ -273,7 +274,7 @@ def _are_tensors(values: list[Any]) -> bool:
     return _PLAIN.issuperset(map(type, values)) or all(isinstance(v, Tensor) for v in values)
 
 
-def memory_of(tensors: Sequence[Tensor]) -> list[Any]:
+def _memory_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Where tensors are, and as what; equal lists mean that nobody gave them other memory.
 
     An address alone would not do: a view with another dtype or other strides may have the same,
@@ -290,11 +291,9 @@ def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def refer_to(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
+def _refer_to(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
     """Whether weak references are to these very tensors."""
-    return len(references) == len(tensors) and all(
-        map(operator.is_, map(weakref.ref.__call__, references), tensors)
-    )
+    return are_same([reference() for reference in references], tensors)
 
 
 def check_step(

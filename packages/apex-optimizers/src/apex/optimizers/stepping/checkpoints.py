@@ -90,7 +90,7 @@ def _checked_pairs(
     pairs = matching_params(optimizer, state_dict)
     layout = optimizer.layout
     for param, saved in pairs:
-        for key in optimizer.saved_keys(saved):
+        for key in optimizer.keys_in(saved):
             _check_saved_tensor(layout.optimizer, param, key, saved[key])
         if "step" in saved:
             _check_count(layout.optimizer, saved["step"])
@@ -169,7 +169,7 @@ def matching_params(
 
 def _restore(optimizer: Any, param: Tensor, saved: dict[str, Any]) -> None:
     """torch casts state to the parameter's dtype when it loads; the kernels need it wide."""
-    state, keys = optimizer.state[param], optimizer.saved_keys(saved)
+    state, keys = optimizer.state[param], optimizer.keys_in(saved)
     for key in {*optimizer.layout.moments} & {*state} - {*keys}:
         del state[key]  # None, as torch saves what a group does not use
     for key in keys:

@@ -87,8 +87,7 @@ class MomentumOptimizer(FusedOptimizer):
 
     def linked(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list]:
         params = group["params"]
-        twins = _models_of_masters(self)
-        if not twins:
+        if not hasattr(self, "_amp_stash") or not (twins := _models_of_masters(self._amp_stash)):
             return params, params, []
         copies = [twins.get(id(p)) for p in params]
         if self.materialize_master_grads:
@@ -150,8 +149,8 @@ class MomentumOptimizer(FusedOptimizer):
                 "differentiable. Use torch.optim.SGD."
             )
 
-    def saved_keys(self, saved: dict[str, Any]) -> list[str]:
-        return [BUFFER] if saved.get(BUFFER) is not None else []
+    def keys_in(self, state: dict[str, Any]) -> list[str]:
+        return [BUFFER] if state.get(BUFFER) is not None else []  # torch.optim.SGD may have None
 
     def update_params(self) -> None:
         """Step all buckets; what amp said of gradients was said of these."""
@@ -176,9 +175,8 @@ class MomentumOptimizer(FusedOptimizer):
         self._unused.clear()
 
 
-def _models_of_masters(optimizer: MomentumOptimizer) -> dict[int, Tensor]:
+def _models_of_masters(stash: Any) -> dict[int, Tensor]:
     """The model's 16-bit parameter by ``id`` of the float32 master that amp made of it."""
-    stash = getattr(optimizer, "_amp_stash", None)
     masters = getattr(stash, "fp32_from_fp16_groups", None)
     if masters is None:
         return {}

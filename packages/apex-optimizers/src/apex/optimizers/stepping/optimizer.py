@@ -79,9 +79,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def check_saved_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if a saved group is of another formula."""
 
-    def saved_keys(self, saved: dict[str, Any]) -> list[str]:
-        """Which moments, and whether a master, the saved state of a parameter has."""
-        return [key for key in (*self.layout.moments, MASTER) if key in saved]
+    def keys_in(self, state: dict[str, Any]) -> list[str]:
+        """Which moments, and whether a master, the state of a parameter has."""
+        return [key for key in (*self.layout.moments, MASTER) if key in state]
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if the saved state of a parameter is not of this kind of optimizer."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from .buckets import MASTER, Bucket, Members, check_step
 from .gradients import check_states
 from .sharding import placement_of
-from .state_order import Entries, StateOrder
+from .state_order import Entries, StateOrder, are_same
 
 _shape_of = operator.attrgetter("shape")
 
@@ -41,7 +41,9 @@ class BucketCache:
         wanted = [_Wanted(optimizer, group) for group in optimizer.param_groups]
         if not self._order.update(optimizer.state):
             self.forget()
-        self._groups = self._groups[: len(wanted)] + [None] * (len(wanted) - len(self._groups))
+        if len(self._groups) != len(wanted):
+            missing = len(wanted) - len(self._groups)
+            self._groups = self._groups[: len(wanted)] + [None] * missing
         values = [*optimizer.state.values(), None]
         new = [
             index
@@ -119,6 +121,8 @@ class BucketCache:
 class _Wanted:
     """What a group is in this step."""
 
+    __slots__ = ("copies", "grads", "group", "keys", "lists", "missing", "params", "sources")
+
     def __init__(self, optimizer: Any, group: dict[str, Any]) -> None:
         self.group = group
         self.keys: tuple[str, ...] = optimizer.state_keys(group)
@@ -137,6 +141,7 @@ class _Wanted:
         layout = optimizer.layout
         check_step(layout, params, sources, grads)
         states = [optimizer.state.get(p, {}) for p in params]
+        states = [{key: state[key] for key in optimizer.keys_in(state)} for state in states]
         check_states(f"{layout.optimizer}.step", params, states, (*self.keys, MASTER))
 
 
@@ -160,10 +165,6 @@ def _differ_in_shape(buckets: list[Bucket]) -> bool:
     )
 
 
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
 def _chosen(tensors: list[Any], indices: list[int]) -> list[Any]:
     return tensors if len(indices) >= len(tensors) else [tensors[i] for i in indices]
 
@@ -185,7 +186,7 @@ class _GroupBuckets:
             and self._keys == wanted.keys
             and self._missing == wanted.missing
             and len(self._lists) == len(wanted.lists)
-            and all(map(_are_same, self._lists, wanted.lists))
+            and all(map(are_same, self._lists, wanted.lists))
         )
 
     def hand_over(self, values: list[Any], grads: list[Tensor | None]) -> bool:
