@@ -35,7 +35,8 @@ def replace_operator(monkeypatch, kind, wrap):
     monkeypatch.setattr(module, name, wrap(getattr(module, name)))
 
 
-def test_an_error_after_the_launch_is_not_answered_by_another(kind, monkeypatch, device):
+@pytest.mark.parametrize("moved", [False, True], ids=["same_memory", "other_memory"])
+def test_an_error_after_the_launch_is_not_answered_by_another(kind, moved, monkeypatch, device):
     """The device may be lost by then; what was written must not be written once more."""
     (expected,), reference = make(kind, device=device)
     (param,), optimizer = make(kind, device=device)
@@ -52,6 +53,8 @@ def test_an_error_after_the_launch_is_not_answered_by_another(kind, monkeypatch,
         return run
 
     replace_operator(monkeypatch, kind, failing)
+    if moved:
+        param.data = param.data.clone()
     with pytest.raises(RuntimeError, match="the device is lost"):
         optimizer.step()
     assert torch.equal(param, expected)

@@ -48,7 +48,7 @@ class AdamBucket(Bucket):
             self.check_new_gradients()  # the operator itself would take other dtypes
         has_any = self.layout.any_grad_dtype
         if has_any and self.params[0].dtype == torch.float64 != self.grads[0].dtype:
-            self.check()
+            self.check_new_gradients()
             self.used = [grad.double() for grad in self.used]  # smaller decoupled ones
         super().run(op, *hyper)
 

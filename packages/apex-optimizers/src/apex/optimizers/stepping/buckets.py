@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.writes import below_autograd
-from .gradients import check_dense, check_gradients, forms_of, match_layouts, write_back
+from .gradients import check_gradients, forms_of, match_layouts, write_back
 from .held_lists import HeldOps, Holder
 from .masters import MasterMarks
 from .sharding import is_sharded, local_tensors
@@ -62,11 +62,11 @@ class Outdated(RuntimeError):
 def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
     """``call(*args)``, which hands the lists of these buckets to operators; again after a repair.
 
-    Operators look at all tensors before they write to any. An error is their way to say no, and
-    here alone it is taken for that: to ask the same in Python first takes 10 to 17 % of a step of
-    small tensors, and a result instead of an error would take a second form of every operator,
-    while torch itself refuses sparse gradients by an error all the same. What is wrong is found out
-    from the tensors, not from the error: where all is well, it is raised.
+    Operators look at all tensors before they write to any, and say no by an error. Here alone it is
+    taken for an answer: to ask the same in Python first takes 10 to 17 % of a step of small
+    tensors. (Operators that returned False instead were tried. They are as fast, but torch itself
+    refuses sparse gradients by an error all the same.) What is wrong is found out from the tensors.
+    Where an operator had no reason to refuse them, nothing is called again: it may have written.
 
     Raises:
         Outdated: parameters or states are not those for which a bucket was made.
@@ -78,7 +78,7 @@ def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
         mended = [bucket.mend() for bucket in buckets]
         if not any(mended):
             raise
-    return call(*args)
+    return ask(buckets, call, *args)
 
 
 class Members(NamedTuple):
@@ -118,6 +118,7 @@ class Bucket:
         self.count = count  # steps that parameters had taken when the bucket was made
         self.grads: list[Tensor] = []
         self.used: list[Tensor] = []  # the same, or shards, or copies in the parameters' layout
+        self._is_matched = False  # whether it was asked if they are
         self.lists: _Lists = ()  # one per moment, then that of masters or copies
         self.has_run = False  # whether this step has changed anything
         self.step_tensor: Tensor | None = self.states[0]["step"] if layout.counts_steps else None
@@ -130,6 +131,7 @@ class Bucket:
         self._source_forms: list[Any] = []
         self._state_addresses: list[list[int]] = []
         self._known_states: list[list[weakref.ref[Tensor]]] = []
+        self._state_dtypes: list[torch.dtype | None] = []
         self._grad_dtypes: set[torch.dtype] = set()
 
     def take(self, grads: list[Tensor], states: list[Any]) -> bool:
@@ -138,7 +140,7 @@ class Bucket:
         They are not where somebody took out moments, or replaced what these states share.
         """
         self.grads, self.states, self.has_run = grads, states, False
-        self.used = self.local(grads)
+        self.used, self._is_matched = self.local(grads), False
         try:
             self.lists = self.read_lists()
             return self.has_own_states()
@@ -165,35 +167,35 @@ class Bucket:
     def has_masters(self) -> bool:
         return self.layout.has_masters and MASTER in self.states[0]
 
-    def check(self) -> None:
-        """Raise if a gradient or a parameter cannot be used, before anything is changed."""
-        check_step(self.layout, self.params, self.sources, self.grads)
-
     def check_new_gradients(self) -> None:
-        """Raise if a gradient cannot be used; the parameters are as :meth:`remember` left them."""
+        """Raise if a gradient cannot be used; the parameters are as remembered."""
         where, any_dtype = f"{self.layout.optimizer}.step", self.layout.any_grad_dtype
         check_gradients(where, self.sources, self.grads, any_dtype, self._source_forms)
 
     def remember(self) -> None:
         """Note what is checked now, for :meth:`is_as_remembered`."""
-        self._memory = _memory_of(self.params)
+        self._memory = _memory_of(self._written)
         is_own = self.sources is self.params
         self._source_forms = self._memory[-1] if is_own else forms_of(self.sources)
         self._state_addresses = list(map(_addresses_of, self.lists))
         self._known_states = [list(map(weakref.ref, own)) for own in self.lists]
+        self._state_dtypes = [own[0].dtype if own else None for own in self.lists]
         self._grad_dtypes = set(map(_dtype_of, self.grads))
 
     def is_as_remembered(self) -> bool:
         """Whether parameters and states are the same tensors still, in the same memory."""
-        if self._memory != _memory_of(self.params):
+        if self._memory != _memory_of(self._written):
             return False
-        if self.layout.any_grad_dtype and set(map(_dtype_of, self.grads)) != self._grad_dtypes:
+        if self._has_other_grad_dtypes():
             return False
         return (
             len(self.lists) == len(self._known_states)
             and all(map(_refer_to, self._known_states, self.lists))
             and self._state_addresses == list(map(_addresses_of, self.lists))
         )
+
+    def _has_other_grad_dtypes(self) -> bool:
+        return self.layout.any_grad_dtype and self._grad_dtypes != set(map(_dtype_of, self.grads))
 
     def read_lists(self) -> _Lists:
         """The lists of states; raises KeyError or TypeError where they lack what they held."""
@@ -252,16 +254,33 @@ class Bucket:
         """After a refusal: :meth:`match`.
 
         Raises:
-            Outdated: parameters or states are not those for which the bucket was made.
+            Outdated: an operator cannot walk the memory of parameters and states any longer.
             RuntimeError: a gradient cannot be used.
         """
-        if not self.is_as_remembered():
-            raise Outdated(f"{self.layout.optimizer}.step: parameters changed during the step.")
         self.check_new_gradients()
-        return self.match()
+        if not self._is_matched and self.match():
+            return True
+        if not self._can_be_walked():
+            raise Outdated(f"{self.layout.optimizer}.step: parameters changed during the step.")
+        return False
+
+    def _can_be_walked(self) -> bool:
+        """Whether parameters and states have memory, of the layouts that it had at first."""
+        memory = _memory_of(self._written)
+        if self._memory[1:] != memory[1:] or self._has_other_grad_dtypes():
+            return False
+        count = len(self.params)
+        strides, forms = (own[:count] for own in memory[1:])
+        for own, dtype in zip(self.lists, self._state_dtypes, strict=True):
+            wanted = [(shape, dtype, *rest) for shape, _, *rest in forms]
+            if own and (forms_of(own), list(map(Tensor.stride, own))) != (wanted, strides):
+                return False
+        lists = (self._written, *self.lists)
+        return all(t.data_ptr() or not t.numel() for own in lists for t in own)
 
     def match(self) -> bool:
         """Let ``used`` be laid out as the parameters are; return whether it was not."""
+        self._is_matched = True
         given, self.used = self.used, match_layouts(self.local(self.sources), self.used)
         return any(map(operator.is_not, given, self.used))
 
@@ -294,12 +313,3 @@ def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
 def _refer_to(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
     """Whether weak references are to these very tensors."""
     return are_same([reference() for reference in references], tensors)
-
-
-def check_step(
-    layout: StateLayout, params: list[Tensor], sources: list[Tensor], grads: list[Tensor]
-) -> None:
-    """Raise RuntimeError if a gradient or a parameter cannot be used."""
-    where = f"{layout.optimizer}.step"
-    check_gradients(where, sources, grads, layout.any_grad_dtype)
-    check_dense(where, params)

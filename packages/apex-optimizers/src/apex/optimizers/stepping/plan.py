@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import MASTER, Bucket, Members, check_step
-from .gradients import check_states
+from .buckets import MASTER, Bucket, Members
+from .gradients import check_dense, check_gradients, check_states
 from .sharding import placement_of
 from .state_order import Entries, StateOrder, are_same
 
@@ -138,11 +138,12 @@ class _Wanted:
         chosen = [i for i, is_missing in enumerate(self.missing) if not is_missing]
         lists = (self.params, self.sources, self.grads)
         params, sources, grads = ([one[i] for i in chosen] for one in lists)
-        layout = optimizer.layout
-        check_step(layout, params, sources, grads)
+        layout, where = optimizer.layout, f"{optimizer.layout.optimizer}.step"
+        check_gradients(where, sources, grads, layout.any_grad_dtype)
+        check_dense(where, params)
         states = [optimizer.state.get(p, {}) for p in params]
         states = [{key: state[key] for key in optimizer.keys_in(state)} for state in states]
-        check_states(f"{layout.optimizer}.step", params, states, (*self.keys, MASTER))
+        check_states(where, params, states, (*self.keys, MASTER))
 
 
 def _grads_of(name: str, params: list[Tensor]) -> list[Tensor | None]:
@@ -264,6 +265,5 @@ class _GroupBuckets:
 def _step_tensor(capturable: bool, count: int, device: torch.device) -> Tensor:
     if capturable:
         return torch.tensor([count], dtype=torch.int32, device=device)
-    return torch.tensor(
-        float(count), dtype=torch.float32, device="cpu"
-    )  # as torch.optim keeps it, on the CPU
+    # As torch.optim keeps it, on the CPU.
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
