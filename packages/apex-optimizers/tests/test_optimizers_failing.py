@@ -1,6 +1,7 @@
 """A step that fails between its launches: nothing runs twice, and no state is left half made."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,3 +120,23 @@ def test_a_buffer_of_none_is_a_missing_one(kind, device):
     fresh.state.clear()
     fresh.step()
     assert torch.equal(param, expected)
+
+
+def test_copies_of_another_layout_are_refused_by_the_operators_own_words(device):
+    """Once and for all: a new division would not help."""
+    model = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float16, device=device))
+    master = torch.nn.Parameter(model.detach().float())
+    optimizer = optimizers.FusedSGD([master], lr=0.1, momentum=0.9)
+    optimizer._amp_stash = SimpleNamespace(fp32_from_fp16_groups=[[master]], fp16_groups=[[model]])
+    master.grad = torch.ones_like(master)
+    optimizer.step()
+    value, buffer = master.detach().clone(), optimizer.state[master]["momentum_buffer"].clone()
+    model.data = model.data.t()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sgd_step: a tensor was not contiguous"):
+            optimizer.step()
+    assert torch.equal(master, value)
+    assert torch.equal(optimizer.state[master]["momentum_buffer"], buffer)
+    model.data = model.data.t()
+    optimizer.step()
+    assert torch.equal(model, master.half())

@@ -118,7 +118,8 @@ class Bucket:
         self.count = count  # steps that parameters had taken when the bucket was made
         self.grads: list[Tensor] = []
         self.used: list[Tensor] = []  # the same, or shards, or copies in the parameters' layout
-        self._is_matched = False  # whether it was asked if they are
+        self._given: list[Tensor] | None = None  # what was used before layouts were matched
+        self._is_new = True  # whether it was made in this step
         self.lists: _Lists = ()  # one per moment, then that of masters or copies
         self.has_run = False  # whether this step has changed anything
         self.step_tensor: Tensor | None = self.states[0]["step"] if layout.counts_steps else None
@@ -140,7 +141,7 @@ class Bucket:
         They are not where somebody took out moments, or replaced what these states share.
         """
         self.grads, self.states, self.has_run = grads, states, False
-        self.used, self._is_matched = self.local(grads), False
+        self.used, self._given, self._is_new = self.local(grads), None, False
         try:
             self.lists = self.read_lists()
             return self.has_own_states()
@@ -173,7 +174,8 @@ class Bucket:
         check_gradients(where, self.sources, self.grads, any_dtype, self._source_forms)
 
     def remember(self) -> None:
-        """Note what is checked now, for :meth:`is_as_remembered`."""
+        """Note what was made and checked now, for :meth:`is_as_remembered`."""
+        self._is_new = True
         self._memory = _memory_of(self._written)
         is_own = self.sources is self.params
         self._source_forms = self._memory[-1] if is_own else forms_of(self.sources)
@@ -229,8 +231,8 @@ class Bucket:
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
         """Call a step operator on the lists and ``hyper``; see :func:`ask`."""
         ask([self], self._call, op, hyper)
-        if op in self.writing_ops and self.used is not self.grads:
-            for own, copy in zip(self.local(self.grads), self.used, strict=True):
+        if op in self.writing_ops and self._given is not None:
+            for own, copy in zip(self._given, self.used, strict=True):
                 if own is not copy:
                     write_back(own, copy)
         self.has_run = True
@@ -258,9 +260,9 @@ class Bucket:
             RuntimeError: a gradient cannot be used.
         """
         self.check_new_gradients()
-        if not self._is_matched and self.match():
+        if self._given is None and self.match():
             return True
-        if not self._can_be_walked():
+        if not (self._is_new or self._can_be_walked()):
             raise Outdated(f"{self.layout.optimizer}.step: parameters changed during the step.")
         return False
 
@@ -280,9 +282,8 @@ class Bucket:
 
     def match(self) -> bool:
         """Let ``used`` be laid out as the parameters are; return whether it was not."""
-        self._is_matched = True
-        given, self.used = self.used, match_layouts(self.local(self.sources), self.used)
-        return any(map(operator.is_not, given, self.used))
+        self._given, self.used = self.used, match_layouts(self.local(self.sources), self.used)
+        return any(map(operator.is_not, self._given, self.used))
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors, or of DTensors the shards of this process."""
