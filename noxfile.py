@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -76,13 +77,17 @@ def pytest(session, *paths, builds=False):
 @nox.session
 def lint(session):
     """Check style, formatting and the house rules; change nothing (-- --fix to repair)."""
-    install(session, *TOOLS)
+    install(session, *TOOLS, f"import-linter=={MATRIX['contracts']['import-linter']}")
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     sources = [str(f) for f in workspace.files("*.h", "*.cpp")]
     session.run("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources)
     session.run("python", "ci/lint.py")
+    with tempfile.TemporaryDirectory() as folder:
+        merged = workspace.merge_sources(Path(folder, "merged"))
+        contracts = ["--config", "ci/import_contracts.toml", "--no-cache", "--no-logo"]
+        session.run("lint-imports", *contracts, env={"PYTHONPATH": str(merged)})
 
 
 @nox.session
