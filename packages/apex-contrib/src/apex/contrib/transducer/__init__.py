@@ -1,0 +1,5 @@
+"""Loss of transducers: :class:`TransducerLoss`."""
+
+from .transducer import TransducerLoss
+
+__all__ = ["TransducerLoss"]
