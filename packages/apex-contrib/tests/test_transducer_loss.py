@@ -1,12 +1,14 @@
 """TransducerLoss against float64 PyTorch, diagonal by diagonal, over dtypes, shapes and layouts."""
 
+import importlib
 import itertools
+import sys
 
 import pytest
 import torch
 
-from apex.contrib.transducer import TransducerLoss
-from apex.contrib.transducer.transducer import TransducerLossFunc, decompositions
+from apex.contrib.transducer import TransducerLoss, decompositions
+from apex.contrib.transducer.transducer import TransducerLossFunc
 from apex.contrib.transducer.transducer_loss import ops
 from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, opcheck_samples
 from apex_testkit.devices import runs_gpu_kernels
@@ -15,9 +17,10 @@ from apex_testkit.formulas import CHECKS, Case, check_sharded
 BLANK = 2
 
 
-def oracle(x, label, f_len, y_len, blank=BLANK):
+def oracle(x, label, f_len, y_len, blank=BLANK, softmax=True):
     """Cell by cell, forward only: slow and plain."""
-    logs = (x if x.dtype == torch.float64 else x.float()).log_softmax(-1)
+    logs = x if x.dtype == torch.float64 else x.float()
+    logs = logs.log_softmax(-1) if softmax else logs
     losses = []
     for sample, labels, f, y in zip(
         logs, label.tolist(), f_len.tolist(), y_len.tolist(), strict=True
@@ -216,8 +219,6 @@ def test_impossible_classes(device):
 
 
 def test_many_rows(device):
-    if runs_gpu_kernels(device):
-        pytest.skip("too large for the emulator")
     x, *given = sizes(9, 150, 60, 3, device, torch.float32)
     assert x.numel() // 3 > 65536
     again = [t.repeat(1, *[1] * (t.dim() - 1)) for t in (x, *given)]
@@ -253,7 +254,7 @@ def test_sharded(two_ranks):
 
 
 def raw(x, label, f_len, y_len, ends=None, frames=0):
-    return x, label, f_len, y_len, ends, BLANK, frames
+    return x, label, f_len, y_len, ends, BLANK, frames, True
 
 
 def test_is_a_good_citizen_of_torch(device):
@@ -384,10 +385,76 @@ def test_kernels_check_what_python_did_not():
         (raw(X, L, F[:1], Y), "f_len must be contiguous, with 2 elements"),
         (raw(rows, L, F, Y, ends[:1], 3), "batch_offset must be contiguous, with 2 elements"),
         (raw(X.long(), L, F, Y), "got int64"),
-        ((X, L, F, Y, None, 7, 0), "blank must be a class of x, 0 to 4, got 7"),
+        ((X, L, F, Y, None, 7, 0, True), "blank must be a class of x, 0 to 4, got 7"),
     ]:
         with pytest.raises(RuntimeError, match=text):
             ops.transducer_loss_forward(*given)
     loss, *saved = ops.transducer_loss_forward(*raw(X, L, F, Y))
     with pytest.raises(RuntimeError, match="grad_loss must be contiguous, with 2 elements"):
         ops.transducer_loss_backward(loss[:1], X, *saved, *raw(X, L, F, Y)[1:])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_extension_module_of_apex(is_packed, device):
+    """It takes logarithms of probabilities, and gives the gradient of them or of the logits."""
+    import transducer_loss_cuda as legacy
+
+    x, *given = arguments(torch.float64, device)
+    rows, ends = packed(x, *given)
+    logits = rows if is_packed else x
+    offset = ends if is_packed else None
+    options = (offset, 3, BLANK, 1)
+    logs = logits.log_softmax(-1).requires_grad_()
+    alpha, beta, loss = legacy.forward(logs, *given, *options, is_packed)
+    torch.testing.assert_close(loss, loss_of(x, *given))
+    assert alpha.shape == beta.shape == logits.shape[:-1]
+    label, f_len, y_len = given
+    grad = torch.linspace(0.5, 2, len(loss), dtype=torch.float64, device=device)
+    for fused, leaf in ((True, logits.clone()), (False, logs)):
+        leaf = leaf.detach().requires_grad_()
+        plain = _plain(leaf if not fused else leaf.log_softmax(-1), *given, offset)
+        (expected,) = torch.autograd.grad(plain, leaf, grad)
+        back = legacy.backward(
+            logs, grad, alpha, beta, f_len, y_len, label, *options, fused, is_packed
+        )
+        torch.testing.assert_close(back, expected)
+    with pytest.raises(ValueError, match="transducer_loss_cuda: beta must have shape"):
+        legacy.backward(logs, grad, alpha, beta[:1], *given[1:], label, *options, True, is_packed)
+
+
+def _plain(logs, label, f_len, y_len, ends):
+    """The oracle's loss of logarithms of probabilities."""
+    if ends is not None:
+        starts = (ends - f_len * (y_len + 1)).tolist()
+        grid = logs.new_full((len(label), 3, 3, logs.shape[-1]), 0.0)
+        lengths = zip(starts, f_len.tolist(), y_len.tolist(), strict=True)
+        for b, (start, f, y) in enumerate(lengths):
+            own = logs[start : start + f * (y + 1)].reshape(f, y + 1, -1)
+            grid[b, :f, : y + 1] = own
+        logs = grid
+    return oracle(logs, label, f_len, y_len, softmax=False)
+
+
+@pytest.mark.parametrize("module", ["transducer_loss_cuda", "transducer_joint_cuda"])
+def test_import_error_where_kernels_cannot_run(module, monkeypatch):
+    """So that `try: import ...; except ImportError:` of other projects finds its fallback."""
+    from apex.contrib._ops import library
+
+    monkeypatch.setattr(library, "manifest", dict)
+    monkeypatch.setattr(library, "_loaded", set())
+    monkeypatch.setenv("APEX_JIT", "0")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ImportError, match=r"neither prebuilt .* APEX_JIT=0"):
+        importlib.import_module(module)
+
+
+def test_reference_function_of_apex():
+    from apex.contrib.transducer._transducer_ref import transducer_loss_reference
+
+    x, *given = arguments(torch.float64, "cpu")
+    grad = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    alpha, _, gradient, loss = transducer_loss_reference(x, *given, BLANK, grad)
+    torch.testing.assert_close(loss, oracle(x, *given))
+    leaf = x.requires_grad_()
+    torch.testing.assert_close(gradient, torch.autograd.grad(oracle(leaf, *given), leaf, grad)[0])
+    assert alpha.shape == x.shape[:3]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..cells import inside, rows_of_cells
+
 
 def transducer_loss(
     x: Tensor,
@@ -14,29 +16,21 @@ def transducer_loss(
     batch_offset: Tensor | None,
     blank: int,
     max_f_len: int,
+    softmax: bool,
 ) -> tuple[Tensor, ...]:
     """What the operator of this name returns, from the same arguments; see Graves 2012."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if batch_offset is None:
-        return _of_grid(x, label, f_len, y_len, blank)
-    _batch, width = label.shape[0], label.shape[1] + 1
-    stride = y_len + 1
-    start = batch_offset - f_len * stride
-    t = torch.arange(max_f_len, device=x.device)[None, :, None]
-    u = torch.arange(width, device=x.device)
-    rows = start[:, None, None] + t * stride[:, None, None] + u
-    is_inside = _inside(max_f_len, width, f_len, y_len)
-    grid = (
-        x[torch.where(is_inside, rows, 0)] if x.shape[0] else x.new_zeros(*rows.shape, x.shape[1])
-    )
-    loss, *statistics = _of_grid(grid, label, f_len, y_len, blank)
-    # Back into packed rows: those of no cell read one that lies outside.
-    count = x.shape[0]
-    cells = torch.full((count + 1,), 0, dtype=torch.int64, device=x.device)
+        return _of_grid(x, label, f_len, y_len, blank, softmax)
+    stride, count = y_len + 1, x.shape[0]
+    is_inside = inside(max_f_len, label.shape[1] + 1, f_len, stride)
+    rows = rows_of_cells(is_inside, batch_offset - f_len * stride, stride, count)
+    grid = torch.cat((x, x.new_zeros(1, x.shape[1])))[rows]
+    loss, *statistics = _of_grid(grid, label, f_len, y_len, blank, softmax)
+    # Back into packed rows.
     numbers = torch.arange(rows.numel(), device=x.device).reshape(rows.shape)
-    cells = cells.index_put((torch.where(is_inside, rows, count),), numbers)[:count]
-    known = torch.zeros(count + 1, dtype=torch.bool, device=x.device)
-    known = known.index_put((torch.where(is_inside, rows, count),), is_inside)[:count]
+    cells = numbers.new_zeros(count + 1).index_put((rows,), numbers)[:count]
+    known = is_inside.new_zeros(count + 1).index_put((rows,), is_inside)[:count]
     packed = []
     for statistic, other in zip(statistics, (0, 1, 0, 0, 0), strict=True):
         own = statistic.flatten(0, 2)
@@ -45,22 +39,17 @@ def transducer_loss(
     return loss, *packed
 
 
-def _inside(frames: int, width: int, f_len: Tensor, y_len: Tensor) -> Tensor:
-    """Which cells [B, T, U] are in their samples."""
-    t = torch.arange(frames, device=f_len.device)[None, :, None]
-    u = torch.arange(width, device=f_len.device)[None, None, :]
-    return (t < f_len[:, None, None]) & (u <= y_len[:, None, None])
-
-
 def _of_grid(
-    x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank: int
+    x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank: int, softmax: bool
 ) -> tuple[Tensor, ...]:
     batch, frames, width, _ = x.shape
-    is_inside = _inside(frames, width, f_len, y_len)
+    is_inside = inside(frames, width, f_len, y_len + 1)
     x = torch.where(is_inside[..., None], x, 0)  # whatever is outside
-    maxima = x.detach().amax(-1)
-    sums_exp = (x.detach() - maxima[..., None]).exp().sum(-1)
-    logs = x.log_softmax(-1)
+    maxima, sums_exp, logs = x.new_zeros(x.shape[:-1]), x.new_ones(x.shape[:-1]), x
+    if softmax:
+        maxima = x.detach().amax(-1)
+        sums_exp = (x.detach() - maxima[..., None]).exp().sum(-1)
+        logs = x.log_softmax(-1)
     blanks = logs[..., blank]
     u = torch.arange(width, device=x.device)
     has_label = is_inside & (u < y_len[:, None])[:, None, :]

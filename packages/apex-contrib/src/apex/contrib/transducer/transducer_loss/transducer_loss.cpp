@@ -21,7 +21,7 @@ using OptionalTensor = std::optional<Tensor>;
 #if defined(APEX_CPU)
 void check_numbers(const char* op, const Lattice& lattice) {
   for (int64_t b = 0; b < lattice.batch; ++b) {
-    const int64_t f = lattice.f_len[b], y = lattice.y_len[b];
+    const int64_t f = lattice.f_len[b], y = lattice.u_len[b];
     check(f >= 0 && f <= lattice.frames, op, ": f_len[", b, "] is ", f, ": expected 0 to ",
           lattice.frames, ", the frames of x.");
     check(y >= 0 && y < lattice.width, op, ": y_len[", b, "] is ", y, ": expected 0 to ",
@@ -46,18 +46,20 @@ void check_numbers(const char*, const Lattice&) {}  // would wait for the GPU
 
 Lattice lattice_of(const char* op, const Tensor& x, const Tensor& label, const Tensor& f_len,
                    const Tensor& y_len, const OptionalTensor& ends, int64_t blank,
-                   int64_t max_f_len) {
+                   int64_t max_f_len, bool softmax) {
   check_tensors(op, {{"x", x}, {"label", label}, {"f_len", f_len}, {"y_len", y_len}});
   check(x.dim() == (ends ? 2 : 4) && x.is_contiguous(), op, ": x must be contiguous, ",
         ends ? "[rows, V]" : "[B, T, U, V]", ", got ", describe(x), ".");
   check(label.dim() == 2, op, ": label must be [B, U - 1], got ", describe(label), ".");
   Lattice lattice{};
+  lattice.more = 1;
   lattice.batch = label.size(0);
   lattice.width = label.size(1) + 1;
   lattice.frames = ends ? max_f_len : x.size(1);
   lattice.rows = ends ? x.size(0) : lattice.batch * lattice.frames * lattice.width;
   lattice.classes = x.size(x.dim() - 1);
   lattice.blank = blank;
+  lattice.softmax = softmax;
   check(ends || (x.size(0) == lattice.batch && x.size(2) == lattice.width), op, ": x must be [",
         lattice.batch, ", T, ", lattice.width, ", V] for label ", describe(label), ", got ",
         describe(x), ".");
@@ -67,7 +69,7 @@ Lattice lattice_of(const char* op, const Tensor& x, const Tensor& label, const T
   check_like(op, "f_len", f_len, lattice.batch, ScalarType::Long, x);
   check_like(op, "y_len", y_len, lattice.batch, ScalarType::Long, x);
   lattice.f_len = data<int64_t>(f_len, "f_len");
-  lattice.y_len = data<int64_t>(y_len, "y_len");
+  lattice.u_len = data<int64_t>(y_len, "y_len");
   lattice.labels = data<int64_t>(label, "label");
   if (ends) {
     check_tensors(op, {{"batch_offset", *ends}});
@@ -80,9 +82,9 @@ Lattice lattice_of(const char* op, const Tensor& x, const Tensor& label, const T
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const Tensor& x, const Tensor& label, const Tensor& f_len, const Tensor& y_len,
-    const OptionalTensor& ends, int64_t blank, int64_t max_f_len) {
+    const OptionalTensor& ends, int64_t blank, int64_t max_f_len, bool softmax) {
   const char* op = "transducer_loss_forward";
-  Lattice lattice = lattice_of(op, x, label, f_len, y_len, ends, blank, max_f_len);
+  Lattice lattice = lattice_of(op, x, label, f_len, y_len, ends, blank, max_f_len, softmax);
   auto sizes = x.sizes();
   std::vector<int64_t> cells(sizes.begin(), sizes.end() - 1), pairs = cells;
   pairs.push_back(2);
@@ -112,9 +114,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
 Tensor backward(const Tensor& grad_loss_of_any_layout, const Tensor& x, const Tensor& maxima,
                 const Tensor& sums_exp, const Tensor& scores, const Tensor& alpha,
                 const Tensor& beta, const Tensor& label, const Tensor& f_len, const Tensor& y_len,
-                const OptionalTensor& ends, int64_t blank, int64_t max_f_len) {
+                const OptionalTensor& ends, int64_t blank, int64_t max_f_len, bool softmax) {
   const char* op = "transducer_loss_backward";
-  Lattice lattice = lattice_of(op, x, label, f_len, y_len, ends, blank, max_f_len);
+  Lattice lattice = lattice_of(op, x, label, f_len, y_len, ends, blank, max_f_len, softmax);
   const ScalarType dtype = statistics_dtype(x);
   check_tensors(op, {{"grad_loss", grad_loss_of_any_layout},
                      {"maxima", maxima},

@@ -16,65 +16,21 @@
 #include <cmath>
 #include <limits>
 
-#include "apex/core/divide.h"
+#include "apex/core/cells.h"
 #include "apex/math/softmax.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
 
-// Where cells are among rows: of [batch, frames, width], or packed, one sample behind the other, as
-// [f_len, y_len + 1] each.
-struct Lattice {
-  const int64_t* f_len;   // [batch]
-  const int64_t* y_len;   // [batch]
+struct Lattice : Cells {
   const int64_t* labels;  // [batch, width - 1]
-  const int64_t* ends;    // [batch] of packed rows: where a sample's end; else null
-  int64_t batch, rows, frames, width, classes, blank;
+  int64_t classes, blank;
+  bool softmax;  // rows are logits; else logarithms of probabilities
 
-  struct Sample {
-    int64_t start, stride, frames, labels;  // row of cell (t, u): start + t * stride + u
-    bool is_valid;                          // whether all of that is inside the rows
-  };
-
-  struct Cell {
-    int64_t sample, t, u;
-    bool is_inside;
-  };
-
-  APEX_HD Sample sample(int64_t b) const {
-    const int64_t f = f_len[b], y = y_len[b];
-    if (f < 0 || y < 0 || y >= width || f > frames) return {0, 0, 0, 0, false};
-    if (ends == nullptr) return {b * frames * width, width, f, y, true};
-    const int64_t start = ends[b] - f * (y + 1);
-    return {start, y + 1, f, y, start >= 0 && ends[b] <= rows};
-  }
-
-  APEX_HD Cell cell(int64_t row) const {
-    int64_t b = 0, u = 0, rest = 0;
-    if (ends == nullptr) {
-      int64_t t = divide(row, width, u);
-      b = divide(t, frames, rest);
-      const Sample s = sample(b);
-      return {b, rest, u, rest < s.frames && u <= s.labels && s.is_valid};
-    }
-    for (int64_t end = batch; b < end;) {  // the first sample that ends behind the row
-      const int64_t middle = (b + end) / 2;
-      if (ends[middle] <= row) {
-        b = middle + 1;
-      } else {
-        end = middle;
-      }
-    }
-    if (b == batch) return {0, 0, 0, false};
-    const Sample s = sample(b);
-    if (!s.is_valid || row < s.start) return {0, 0, 0, false};
-    const int64_t t = divide(row - s.start, s.stride, u);
-    return {b, t, u, t < s.frames};
-  }
-
-  // The label that comes next, or -1 behind the last; another number is no class.
+  // Whether a label comes next, and which.
+  APEX_HD bool has_label(const Cell& cell) const { return cell.u + 1 < cell.sample.width; }
   APEX_HD int64_t label(const Cell& cell) const {
-    return cell.u < y_len[cell.sample] ? labels[cell.sample * (width - 1) + cell.u] : -1;
+    return labels[cell.batch * (width - 1) + cell.u];
   }
   APEX_HD bool is_class(int64_t label) const { return label >= 0 && label < classes; }
 };
@@ -94,7 +50,7 @@ struct TransducerScores {
 
   template <class R>
   APEX_HD void row(R& row) const {
-    const Lattice::Cell cell = lattice.cell(row.index());
+    const Cells::Cell cell = lattice.cell(row.index());
     if (!cell.is_inside) {
       return row.once([&] {
         alpha[row.index()] = beta[row.index()] = 0;
@@ -102,17 +58,22 @@ struct TransducerScores {
       });
     }
     auto in = row.ahead(row.in(x));
-    auto state = row.template fold<2>(
-        Exponentials::empty(), [](auto& state, T x) { Exponentials::add(state, x); },
-        [](const auto& a, const auto& b) { return Exponentials::merge(a, b); }, in);
+    typename Exponentials::State state{{T(0), T(1)}};
+    if (lattice.softmax) {
+      state = row.template fold<2>(
+          Exponentials::empty(), [](auto& state, T x) { Exponentials::add(state, x); },
+          [](const auto& a, const auto& b) { return Exponentials::merge(a, b); }, in);
+    }
     const T max = state[0], sum_exp = state[1] + (max - max);  // NaN for inf, as in log_softmax
     row.once([&] {
-      const int64_t label = lattice.label(cell);
       const T log_sum = std::log(sum_exp);
       T next = T(0);
-      // A GPU cannot raise an error here: a label without a class gives NaN.
-      if (label != -1) next = std::numeric_limits<T>::quiet_NaN();
-      if (lattice.is_class(label)) next = convert<T>(in.data[label]) - max - log_sum;
+      if (lattice.has_label(cell)) {
+        const int64_t label = lattice.label(cell);
+        // A GPU cannot raise an error here: a label without a class gives NaN.
+        next = lattice.is_class(label) ? convert<T>(in.data[label]) - max - log_sum
+                                       : std::numeric_limits<T>::quiet_NaN();
+      }
       store(row.index(), max, sum_exp, convert<T>(in.data[lattice.blank]) - max - log_sum, next);
     });
   }
@@ -144,7 +105,7 @@ struct TransducerWays {
   template <class G>
   APEX_HD void sample(G& group) const {
     const int64_t b = group.index() / 2;
-    const Lattice::Sample s = lattice.sample(b);
+    const Cells::Sample s = lattice.sample(b);
     if (s.is_valid && s.frames > 0) {
       if (group.index() % 2 == 0) return forward(group, s);
       backward(group, s);
@@ -154,21 +115,21 @@ struct TransducerWays {
     group.once([&] {
       if (group.index() % 2 == 0) return;
       const T impossible = std::numeric_limits<T>::infinity();
-      loss[b] = !s.is_valid ? std::numeric_limits<T>::quiet_NaN() : s.labels ? impossible : T(0);
+      loss[b] = !s.is_valid ? std::numeric_limits<T>::quiet_NaN() : s.width > 1 ? impossible : T(0);
     });
   }
 
   // Calls f(t, u, row) for the cells of diagonal d = t + u.
   template <class G, class F>
-  static APEX_HD void diagonal(G& group, const Lattice::Sample& s, int64_t d, const F& f) {
-    const int64_t first = d < s.frames ? 0 : d - s.frames + 1, last = d < s.labels ? d : s.labels;
+  static APEX_HD void diagonal(G& group, const Cells::Sample& s, int64_t d, const F& f) {
+    const int64_t first = d < s.frames ? 0 : d - s.frames + 1, last = d < s.width ? d : s.width - 1;
     group.each(first, last + 1, [&](int64_t u) { f(d - u, u, s.start + (d - u) * s.stride + u); });
   }
 
   template <class G>
-  APEX_HD void forward(G& group, const Lattice::Sample& s) const {
+  APEX_HD void forward(G& group, const Cells::Sample& s) const {
     const double none = -std::numeric_limits<double>::infinity();
-    for (int64_t d = 0; d < s.frames + s.labels; ++d) {
+    for (int64_t d = 0; d < s.frames + s.width - 1; ++d) {
       diagonal(group, s, d, [&](int64_t t, int64_t u, int64_t row) {
         const int64_t frame = row - s.stride, label = row - 1;  // where ways come from
         double by_blank = t > 0 ? alpha[frame] + scores[2 * frame] : none;
@@ -179,13 +140,13 @@ struct TransducerWays {
   }
 
   template <class G>
-  APEX_HD void backward(G& group, const Lattice::Sample& s) const {
+  APEX_HD void backward(G& group, const Cells::Sample& s) const {
     const double none = -std::numeric_limits<double>::infinity();
-    const int64_t last = s.frames + s.labels - 1;
+    const int64_t last = s.frames + s.width - 2;
     for (int64_t d = last; d >= 0; --d) {
       diagonal(group, s, d, [&](int64_t t, int64_t u, int64_t row) {
         double by_blank = t + 1 < s.frames ? beta[row + s.stride] + scores[2 * row] : none;
-        double by_label = u < s.labels ? beta[row + 1] + scores[2 * row + 1] : none;
+        double by_label = u + 1 < s.width ? beta[row + 1] + scores[2 * row + 1] : none;
         beta[row] = d == last ? double(scores[2 * row]) : log_add(by_blank, by_label);
       });
     }
@@ -208,12 +169,12 @@ struct TransducerBackward {
   template <class R>
   APEX_HD void row(R& row) const {
     const int64_t r = row.index();
-    const Lattice::Cell cell = lattice.cell(r);
+    const Cells::Cell cell = lattice.cell(r);
     auto out = row.ahead(row.out(grad_x));
     if (!cell.is_inside) return row.each([](T& dx) { dx = T(0); }, out);
-    const Lattice::Sample s = lattice.sample(cell.sample);
+    const Cells::Sample& s = cell.sample;
     const double before = alpha[r] - beta[s.start];
-    const T grad = -grad_loss[cell.sample];
+    const T grad = -grad_loss[cell.batch];
     // The gradient of a score whose step leads to ways of this beta.
     auto share = [=](T score, double behind) {
       return grad * std::exp(static_cast<T>(before + score + behind));
@@ -221,25 +182,26 @@ struct TransducerBackward {
     T by_blank = T(0), by_label = T(0);
     if (cell.t + 1 < s.frames) {
       by_blank = share(scores[2 * r], beta[r + s.stride]);
-    } else if (cell.u == s.labels) {
+    } else if (cell.u + 1 == s.width) {
       by_blank = share(scores[2 * r], 0);
     }
-    if (cell.u < s.labels) by_label = share(scores[2 * r + 1], beta[r + 1]);
-    const T max = maxima[r], sum_exp = sums_exp[r];
-    const T scale = -(by_blank + by_label) / sum_exp;
+    if (cell.u + 1 < s.width) by_label = share(scores[2 * r + 1], beta[r + 1]);
+    // Probabilities are exp(x - max) * inverse, which softmax's gradient subtracts.
+    const T max = maxima[r], inverse = lattice.softmax ? 1 / sums_exp[r] : T(0);
+    const T scale = -(by_blank + by_label) * inverse;
     auto in = row.ahead(row.in(x));
     row.each([=](T& dx, T x) { dx = exponential_no_overflow(x - max) * scale; }, out, in);
     // Where a step is certain, dx is a small difference: subtract before multiplying.
-    const int64_t label = lattice.label(cell);
     auto subtract = [&](int64_t at, T own, T other) {
       row.at(
           at,
           [=](T& dx, T x) {
-            const T p = exponential_no_overflow(x - max) / sum_exp;
+            const T p = exponential_no_overflow(x - max) * inverse;
             dx = own * (T(1) - p) - other * p;
           },
           out, in);
     };
+    const int64_t label = lattice.has_label(cell) ? lattice.label(cell) : -1;
     if (label == lattice.blank) return subtract(label, by_blank + by_label, T(0));
     subtract(lattice.blank, by_blank, by_label);
     if (lattice.is_class(label)) subtract(label, by_label, by_blank);
