@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._shared.native.formula import Formula
 from .._shared.native.operands import check_floating, exact, is_dtensor
-from .loss import check_integers
+from .cells import check_devices, check_lengths
 from .transducer_joint import ops, plain
 
 _joint = Formula(
@@ -179,7 +179,8 @@ def _checked(
             f"{name}: g must have shape [{f.shape[0]}, U, {f.shape[2]}], for f {list(f.shape)}, "
             f"got {list(g.shape)}."
         )
-    given = {"f_len": f_len, "g_len": g_len}
+    check_lengths(name, "f_len", f_len, len(f))
+    check_lengths(name, "g_len", g_len, len(f))
     ends, rows = packed or (None, 0)
     if packed:
         if ends is None or rows < 0:
@@ -187,20 +188,10 @@ def _checked(
                 f"{name}: pack_output=True needs batch_offset, torch.cumsum(f_len * g_len, 0), and "
                 f"packed_batch, its last number; got {ends} and {rows}."
             )
-        given["batch_offset"] = ends
+        check_lengths(name, "batch_offset", ends, len(f))
         if is_dtensor(f):
             raise TypeError(f"{name}: pack_output=True takes no DTensor; give f.full_tensor().")
-    for argument, tensor in given.items():
-        check_integers(name, argument, tensor)
-        if tensor.shape != f.shape[:1]:
-            raise ValueError(
-                f"{name}: {argument} must have shape [{f.shape[0]}], a number for each sample of "
-                f"f, got {list(tensor.shape)}."
-            )
-    for argument, tensor in {"g": g, **given}.items():
-        if tensor.device != f.device:
-            raise ValueError(
-                f"{name}: {argument} is on {tensor.device}, but f on {f.device}; move one."
-            )
-    numbers = [exact(t, torch.int64) for t in (f_len, g_len)]
-    return numbers, None if ends is None else exact(ends, torch.int64), int(rows)
+    given = {"f_len": f_len, "g_len": g_len, "batch_offset": ends}
+    check_devices(name, "f", f.device, g=g, **given)
+    f_len, g_len, ends = (None if t is None else exact(t, torch.int64) for t in given.values())
+    return [f_len, g_len], ends, int(rows)

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from .._shared.native.formula import Formula
 from .._shared.native.operands import check_floating, exact, is_dtensor
+from .cells import check_devices, check_integers, check_lengths
 from .transducer_loss import ops, plain
 
 __all__ = ["TransducerLoss", "TransducerLossFunc", "decompositions"]
 
+_NAME = "TransducerLoss"
 _loss = Formula(
-    "TransducerLoss",
+    _NAME,
     ops.transducer_loss_forward,
     ops.transducer_loss_backward,
     plain.transducer_loss,
@@ -148,57 +150,40 @@ def arguments_of(
     softmax: bool = True,
 ) -> tuple:
     """The operators' arguments; raise TypeError or ValueError for what they do not take."""
-    name = "TransducerLoss"
-    check_floating(name, "x", x)
-    for argument, tensor in (("label", label), ("f_len", f_len), ("y_len", y_len)):
-        check_integers(name, argument, tensor)
+    _check_logits(x, label, blank, packed is not None)
+    ends, frames = packed or (None, x.shape[1])
+    if packed and (ends is None or frames is None):
+        raise ValueError(
+            f"{_NAME}: packed_input=True needs batch_offset, torch.cumsum(f_len * (y_len + 1), 0), "
+            f"and max_f_len, got {ends} and {frames}."
+        )
+    check_lengths(_NAME, "f_len", f_len, len(label))
+    check_lengths(_NAME, "y_len", y_len, len(label))
+    if packed:
+        check_lengths(_NAME, "batch_offset", ends, len(label))
+        if is_dtensor(x):
+            raise TypeError(f"{_NAME}: packed_input=True takes no DTensor; give x.full_tensor().")
+    given = {"label": label, "f_len": f_len, "y_len": y_len, "batch_offset": ends}
+    check_devices(_NAME, "x", x.device, **given)
+    numbers = (None if t is None else exact(t, torch.int64) for t in given.values())
+    return exact(x), *numbers, int(blank), int(frames), softmax
+
+
+def _check_logits(x: Tensor, label: Tensor, blank: int, is_packed: bool) -> None:
+    check_floating(_NAME, "x", x)
+    check_integers(_NAME, "label", label)
     if label.dim() != 2:
-        raise ValueError(f"{name}: label must have shape [B, U - 1], got {list(label.shape)}.")
+        raise ValueError(f"{_NAME}: label must have shape [B, U - 1], got {list(label.shape)}.")
     batch, width = label.shape[0], label.shape[1] + 1
-    shape = "[rows, V], because packed_input=True" if packed else f"[{batch}, T, {width}, V]"
-    fits = x.dim() == 2 if packed else x.dim() == 4 and x.shape[::2] == (batch, width)
+    shape = "[rows, V], because packed_input=True" if is_packed else f"[{batch}, T, {width}, V]"
+    fits = x.dim() == 2 if is_packed else x.dim() == 4 and x.shape[::2] == (batch, width)
     if not fits or x.shape[-1] == 0:
         raise ValueError(
-            f"{name}: x must have shape {shape}, for label {list(label.shape)}, got "
+            f"{_NAME}: x must have shape {shape}, for label {list(label.shape)}, got "
             f"{list(x.shape)}."
         )
     if not 0 <= blank < x.shape[-1]:
         raise ValueError(
-            f"{name}: blank_idx must be a class of x {list(x.shape)}, 0 to {x.shape[-1] - 1}, got "
+            f"{_NAME}: blank_idx must be a class of x {list(x.shape)}, 0 to {x.shape[-1] - 1}, got "
             f"{blank}."
         )
-    ends, frames = packed or (None, x.shape[1])
-    if packed and (ends is None or frames is None):
-        raise ValueError(
-            f"{name}: packed_input=True needs batch_offset, torch.cumsum(f_len * (y_len + 1), 0), "
-            f"and max_f_len, got {ends} and {frames}."
-        )
-    given = {"f_len": f_len, "y_len": y_len}
-    if packed:
-        check_integers(name, "batch_offset", ends)
-        given["batch_offset"] = ends
-        if is_dtensor(x):
-            raise TypeError(f"{name}: packed_input=True takes no DTensor; give x.full_tensor().")
-    for argument, tensor in given.items():
-        if tensor.shape != (batch,):
-            raise ValueError(
-                f"{name}: {argument} must have shape [{batch}], a number for each sample of label, "
-                f"got {list(tensor.shape)}."
-            )
-    given["label"] = label
-    for argument, tensor in given.items():
-        if tensor.device != x.device:
-            raise ValueError(
-                f"{name}: {argument} is on {tensor.device}, but x on {x.device}; move one."
-            )
-    numbers = [exact(t, torch.int64) for t in (label, f_len, y_len)]
-    ends = None if ends is None else exact(ends, torch.int64)
-    return exact(x), *numbers, ends, int(blank), int(frames), softmax
-
-
-def check_integers(name: str, argument: str, tensor: Any) -> None:
-    """Raise TypeError unless a tensor holds lengths, labels or offsets."""
-    dtype = tensor.dtype if isinstance(tensor, Tensor) else None
-    if dtype not in (torch.int32, torch.int64):
-        got = dtype or type(tensor).__name__
-        raise TypeError(f"{name}: {argument} must be an int32 or int64 tensor, got {got}.")
