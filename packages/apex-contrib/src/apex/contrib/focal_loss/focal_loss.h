@@ -3,7 +3,7 @@
 //
 //   softplus(-z) = max(-z, 0) + log1p(exp(-|z|)) = -log(sigmoid(z))
 //   bce = softplus(-z) + s / 2 * z,  m = sigmoid(-z)
-//   loss = a * m^gamma * bce,  m^gamma = exp(-gamma * (z + softplus(-z)))
+//   loss = a * m^gamma * bce,  m^gamma = exp(-gamma * softplus(z))
 //   dloss/dz = a * m^gamma * (s / 2 - m - gamma * (1 - m) * bce)
 //
 // a is alpha for the positive class, 1 - alpha for the others.
@@ -25,7 +25,7 @@ struct FocalTerm {
   T weight, gamma, half_smoothing;
 
   struct Parts {
-    T misses;  // sigmoid(-z)
+    T hits, misses;  // sigmoid(z) and sigmoid(-z)
     T bce, factor;
   };
 
@@ -33,11 +33,13 @@ struct FocalTerm {
     const T magnitude = z < T(0) ? -z : z;
     const T e = exponential_no_overflow(-magnitude);
     const T share = T(1) / (T(1) + e);
-    const T softplus = (z < T(0) ? -z : T(0)) + log1p_of_unit(e);
-    const T misses = z < T(0) ? share : e * share;
+    const T log = log1p_of_unit(e);
+    const T softplus = (z < T(0) ? -z : T(0)) + log;  // of -z
+    const T hits = z < T(0) ? e * share : share, misses = z < T(0) ? share : e * share;
     T power = misses * misses;
-    if constexpr (!kSquared) power = exponential_no_overflow(-gamma * (z + softplus));
-    return {misses, softplus + half_smoothing * z, weight * power};
+    if constexpr (!kSquared)
+      power = exponential_no_overflow(-gamma * ((z < T(0) ? T(0) : z) + log));
+    return {hits, misses, softplus + half_smoothing * z, weight * power};
   }
 
   APEX_HD T loss(T z) const {
@@ -47,7 +49,7 @@ struct FocalTerm {
 
   APEX_HD T gradient(T z) const {
     const Parts p = parts(z);
-    return p.factor * (half_smoothing - p.misses - gamma * (T(1) - p.misses) * p.bce);
+    return p.factor * (half_smoothing - p.misses - gamma * p.hits * p.bce);
   }
 };
 
