@@ -116,7 +116,8 @@ struct FocalLossBackward : FocalLoss<S, kSquared> {
     if (target >= this->classes) grad = std::numeric_limits<T>::quiet_NaN();
     const auto negative = this->negative, positive = this->positive;
     const auto part = row.within(0, this->classes);
-    const auto out = part.ahead(part.out(grad_x)), in = part.ahead(part.in(this->x));
+    const auto out = part.ahead(part.out(grad_x));
+    const auto in = part.ahead(part.in(this->x));
     part.each([=](T& dx, T x) { dx = -grad * negative.gradient(-x); }, out, in);
     if (this->has_positive(target)) {
       row.at(
