@@ -25,7 +25,7 @@ from apex_testkit.optimizer_models import (
 )
 from apex_testkit.optimizer_modes import MODES, group_options
 
-SEQUENCES = int(os.environ.get("OPTIMIZER_SEQUENCES", "0")) // len(MODES) or 6
+SEQUENCES = int(os.environ.get("OPTIMIZER_SEQUENCES", "0")) // len(MODES) or 20
 SEED = os.environ.get("OPTIMIZER_SEED")
 SIZES = st.sampled_from([(0,), (1,), (3,), (2, 3), (4, 4)])
 SEEDS = st.integers(0, 2**16)
@@ -40,8 +40,12 @@ class OptimizerMachine(RuleBasedStateMachine):
         self.mode = mode
         self.saved = None
 
-    @initialize(shapes=st.lists(st.lists(SIZES, max_size=3), min_size=1, max_size=3), pick=PICK)
-    def make(self, shapes, pick):
+    @initialize(
+        shapes=st.lists(st.lists(SIZES, max_size=3), min_size=1, max_size=3),
+        pick=PICK,
+        unfreezes=st.booleans(),
+    )
+    def make(self, shapes, pick, unfreezes):
         torch.manual_seed(pick)
         self.params, self.models, self.hyper, self.counts = [], [], [], []
         for index, sizes in enumerate(shapes):
@@ -51,6 +55,8 @@ class OptimizerMachine(RuleBasedStateMachine):
             for params, hyper in zip(self.params, self.hyper, strict=True)
         ]
         self.optimizer = self.mode.make(groups)
+        if unfreezes:  # states of the first group are all there are, and then are not
+            self.step_groups(pick, [1, 1, 7, 7, 7])
 
     def _add(self, sizes, pick):
         params, models = [], []
