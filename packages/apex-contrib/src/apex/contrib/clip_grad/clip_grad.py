@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import types
 import warnings
 from collections.abc import Iterable
@@ -18,9 +17,6 @@ __all__ = ["clip_grad_norm_"]
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _TYPES = {Tensor, torch.nn.Parameter}
 _ORDERS = (1.0, 2.0, float("inf"))
-_DTYPE = operator.attrgetter("dtype")
-_DEVICE = operator.attrgetter("device")
-_LAYOUT = operator.attrgetter("layout")
 
 
 @torch.no_grad()
@@ -94,17 +90,17 @@ def clip_grad_norm_(
 
 def _suit_kernels(grads: list[Tensor]) -> bool:
     return (
-        set(map(type, grads)) <= _TYPES
-        and set(map(_DTYPE, grads)) <= _DTYPES
-        and set(map(_LAYOUT, grads)) == {torch.strided}
-        and all(device.type in ("cpu", "cuda") for device in set(map(_DEVICE, grads)))
-        and len(set(map(id, grads))) == len(grads)
+        {type(grad) for grad in grads} <= _TYPES
+        and {grad.dtype for grad in grads} <= _DTYPES
+        and {grad.layout for grad in grads} == {torch.strided}
+        and all(device.type in ("cpu", "cuda") for device in {grad.device for grad in grads})
+        and len({id(grad) for grad in grads}) == len(grads)
         and all(grad.is_contiguous() or _is_dense(grad) for grad in grads)
     )
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor has neither gaps nor overlaps: empty_like keeps the strides of such alone."""
+    """Whether a tensor has no gaps or overlaps: empty_like keeps the strides of no other."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
