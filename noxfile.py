@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -28,6 +29,10 @@ TEST_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # a waiting thread would take the core of another test
     "CI": "1",  # torch's compiler is stricter where CI is set
 }
+# Where there is ccache, kernels that were compiled before, in any checkout or folder, are taken
+# from it: paths count relative to the folder that the compiler runs in.
+CACHED = {"CCACHE_BASEDIR": "/", "CCACHE_NOHASHDIR": "1", "APEX_COMPILER_LAUNCHER": "ccache"}
+COMPILING = CACHED if shutil.which("ccache") else {}
 # A process of pytest-xdist per core, and the same with one thread each.
 PARALLEL = ["-n", str(len(os.sched_getaffinity(0)))]
 ONE_THREAD = [*PARALLEL, "-o", "apex_threads=1"]
@@ -76,13 +81,17 @@ def pytest(session, *paths, builds=False):
 @nox.session
 def lint(session):
     """Check style, formatting and the house rules; change nothing (-- --fix to repair)."""
-    install(session, *TOOLS)
+    install(session, *TOOLS, f"import-linter=={MATRIX['contracts']['import-linter']}")
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     sources = [str(f) for f in workspace.files("*.h", "*.cpp")]
     session.run("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources)
     session.run("python", "ci/lint.py")
+    with tempfile.TemporaryDirectory() as folder:
+        merged = workspace.merge_sources(Path(folder, "merged"))
+        contracts = ["--config", "ci/import_contracts.toml", "--no-cache", "--no-logo"]
+        session.run("lint-imports", *contracts, env={"PYTHONPATH": str(merged)})
 
 
 @nox.session
@@ -100,7 +109,7 @@ def build(session):
         for old in workspace.artifacts(package, "*"):
             old.unlink()
         command = ["python", "-m", "build", "--no-isolation", "--outdir", str(DIST)]
-        session.run(*command, f"packages/{package}", env=environment)
+        session.run(*command, f"packages/{package}", env=environment | COMPILING)
         workspace.record_built(package, environment)
 
 
@@ -199,7 +208,7 @@ def gpu_wheels(session):
             old.unlink()
     for package in PACKAGES:
         command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
-        session.run(*command, f"packages/{package}", env=environment)
+        session.run(*command, f"packages/{package}", env=environment | COMPILING)
     # Of Python alone, so that they suit whatever Python is there.
     pure = ["--platform", "any", "--implementation", "py", "--abi", "none", "--no-deps"]
     pure += ["--python-version", MATRIX["gpu_wheels"]["python"], "--only-binary", ":all:"]
@@ -251,7 +260,8 @@ def kernels(session, compiler):
         install(session, *(f"{tool}=={MATRIX['cuda']['disassembler']}" for tool in tools))
     if compiler == "hip" and not shutil.which("hipcc"):
         session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
-    session.run("python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"], "--", *ops)
+    command = ["python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"], "--", *ops]
+    session.run(*command, env=COMPILING)
 
 
 @nox.session
@@ -260,7 +270,7 @@ def emulate(session):
     ops_first(session)
     editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
     install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
-    session.run("python", "ci/emulate.py", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("python", "ci/emulate.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
 
 
 @nox.session(requires=["build"])

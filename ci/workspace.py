@@ -32,6 +32,17 @@ def files(*folders: str) -> list[Path]:
     return sorted(p for p in paths if p.is_file())
 
 
+def merge_sources(folder: Path) -> Path:
+    """Link the sources of all packages into a folder, where they lie as their wheels install."""
+    (folder / "apex").mkdir(parents=True)
+    for source in [*ROOT.glob("packages/*/src/*"), *ROOT.glob("packages/*/src/apex/*")]:
+        inside = source.relative_to(ROOT).parts[3:]  # below src/
+        if source.name not in ("apex", "__pycache__", "__init__.py"):
+            folder.joinpath(*inside).symlink_to(source)
+    (folder / "apex" / "__init__.py").touch()
+    return folder
+
+
 def sources_digest(package: str, environment: dict[str, str]) -> str:
     """Return a digest of all that can change the package's sdist and wheel."""
     state = hashlib.sha256(MATRIX["torch"]["build"].encode())

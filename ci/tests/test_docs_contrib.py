@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "packages" / "apex-contrib" / "README.md"
@@ -43,7 +44,9 @@ def test_every_argument_stands_on_the_page_with_its_default(page):
     title = text.splitlines()[0].removeprefix("# ")
     package, _ = FOLDERS[page.parent.name]
     documented = getattr(importlib.import_module(f"{package}.{page.stem}"), title)
-    own = inspect.signature(getattr(documented, "apply", documented)).parameters
+    if not (isinstance(documented, type) and issubclass(documented, torch.nn.Module)):
+        documented = getattr(documented, "apply", documented)
+    own = inspect.signature(documented).parameters
     cells = re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", text, re.M)
     expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
     assert {n: default for n, default in cells if n in own} == expected

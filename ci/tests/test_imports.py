@@ -20,10 +20,12 @@ MODULES = {
     "import apex.normalization": 30,
     "import apex.parallel": 32,
     "import apex.transformer": 3,
-    "from apex.transformer.functional import FusedScaleMaskSoftmax": 41,
+    "from apex.transformer.functional import FusedScaleMaskSoftmax": 44,
     "import apex.contrib": 2,
     "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": 17,
     "from apex.contrib.index_mul_2d import index_mul_2d": 17,
+    "from apex.contrib.focal_loss import focal_loss": 17,
+    "from apex.contrib.transducer import TransducerLoss": 25,
 }
 LOADED = """
 import json, sys

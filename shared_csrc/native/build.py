@@ -95,7 +95,8 @@ def _command(*words: object) -> str:
 
 
 def _rules(target: Target) -> list[str]:
-    compiler = _command(*toolchain.compiler_for(target.backend))
+    launcher = shlex.split(os.environ.get("APEX_COMPILER_LAUNCHER", ""))
+    compiler = _command(*launcher, *toolchain.compiler_for(target.backend))
     flags = toolchain.compile_flags(target) + toolchain.include_flags(target)
     compile_rule = _command(*flags)
     link_rule = _command(*toolchain.link_flags(target))

@@ -55,7 +55,9 @@ def build_prebuilt(
             )
         return None
     libraries = []
-    with tempfile.TemporaryDirectory(prefix="apex-build-") as work:
+    # Inside an unpacked sdist relative paths are those of the last one: ccache knows the sources.
+    inside = package_root.parents[2] if os.environ.get("APEX_COMPILER_LAUNCHER") else None
+    with tempfile.TemporaryDirectory(prefix="apex-build-", dir=inside) as work:
         descriptor, log = tempfile.mkstemp(prefix="apex-build-", suffix=".log")
         os.close(descriptor)
         names, where = (", ".join(dict.fromkeys(x.name for x in xs)) for xs in (ops, wanted))

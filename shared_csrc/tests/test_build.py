@@ -101,6 +101,15 @@ def test_a_compiler_may_have_a_launcher_and_flags(op, launcher, tmp_path, monkey
     assert set((tmp_path / "launched").read_text().split()) == {cxx}
 
 
+def test_a_launcher_starts_the_compilers_of_all_backends(op, launcher, tmp_path, monkeypatch):
+    plain = build.digest(op, CPU)
+    monkeypatch.setenv("APEX_COMPILER_LAUNCHER", f"'{launcher}'")
+    assert build.digest(op, CPU) == plain  # the library is the same
+    assert build.build([op], [CPU], tmp_path / "out", package="apex.test")[CPU].is_file()
+    launched = set((tmp_path / "launched").read_text().split())
+    assert launched == set(toolchain.find_cxx())
+
+
 def test_a_compiler_may_be_a_path_with_spaces(launcher, monkeypatch):
     monkeypatch.setenv("CXX", str(launcher))
     assert toolchain.find_cxx() == [str(launcher)]

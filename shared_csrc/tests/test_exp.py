@@ -1,4 +1,4 @@
-"""The polynomial exp of math/exp.h: accuracy over all floats, and that compilers vectorize it."""
+"""exp and log1p of math/: accuracy over all floats, and that compilers vectorize them."""
 
 import re
 import subprocess
@@ -22,6 +22,15 @@ def test_accuracy(cpu_level, compile_cpp):
     )
     assert result.stdout.endswith("\n0 failures\n"), result.stdout
     assert 0.5 <= float(result.stdout.split()[0]) <= MAX_ULPS, result.stdout
+
+
+@pytest.mark.builds
+def test_accuracy_of_log1p(cpu_level, compile_cpp):
+    program = compile_cpp("log1p.cpp", cpu_level)
+    result = subprocess.run(
+        [str(program), str(STEP)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert 0.4 <= float(result.stdout) <= 2
 
 
 @pytest.mark.builds

@@ -11,7 +11,14 @@ from torch import nn
 
 from apex import amp
 
+from .amp_model import SIZE
+
 SEED = st.integers(0, 999)
+REFUSED = ["optimizer", "options", "lr", "shape", "amp", "number", "group", "integers"]
+
+
+def _interrupt(*unused):
+    raise KeyboardInterrupt
 
 
 class RefusedCalls(RuleBasedStateMachine):
@@ -48,17 +55,36 @@ class RefusedCalls(RuleBasedStateMachine):
                     scaled.backward()
                 raise KeyboardInterrupt
 
-    @rule(kind=st.sampled_from(["optimizer", "options", "amp", "number", "group", "integers"]))
+    @rule()
+    def failing_step(self):
+        """An exception in the optimizer's own step."""
+        if self.skip:
+            return  # amp does not call it
+        if self.pending is not None or self.dirty:
+            self.zero_grad(True)
+        for optimizer in self.optimizers:
+            handle = optimizer.register_step_pre_hook(_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            handle.remove()
+
+    @rule(kind=st.sampled_from(REFUSED))
     def refused_call(self, kind):
         """Checkpoints and groups of another kind."""
         weight, optimizer = self.weights()[0], self.optimizers[0]
         state = copy.deepcopy(optimizer.state_dict())
         if kind == "options":
             del state["param_groups"][0]["momentum"]
+        if kind == "lr":
+            del state["param_groups"][0]["lr"]
+        if kind == "shape":
+            state["state"][0] = {"momentum_buffer": torch.ones(SIZE + 1)}
         state["param_groups"] += [{}] if kind == "optimizer" else []
         call, argument = {
             "optimizer": (optimizer.load_state_dict, state),
             "options": (optimizer.load_state_dict, state),
+            "lr": (optimizer.load_state_dict, state),
+            "shape": (optimizer.load_state_dict, state),
             "amp": (amp.load_state_dict, {"loss_scaler0": {"loss_scale": 4.0}}),
             "number": (amp.load_state_dict, {"scale": 4.0}),
             "group": (optimizer.add_param_group, {"params": [weight]}),
@@ -66,3 +92,5 @@ class RefusedCalls(RuleBasedStateMachine):
         }[kind]
         with pytest.raises((RuntimeError, TypeError, ValueError, KeyError)):
             call(argument)
+        if kind == "group":
+            assert argument["params"][0] is weight

@@ -20,10 +20,6 @@ class PlainLists:
 
 def holders(optimizer: Any) -> list[held_lists.HeldLists]:
     """The owners of the lists that are held for an optimizer now."""
-    if hasattr(optimizer, "_launches"):
-        divisions = [d for launches in optimizer._launches for d in launches._divisions]
-        found = [division.holder for division in divisions]
-    else:
-        buckets = [bucket for group in optimizer._buckets._groups for bucket in group.buckets]
-        found = [bucket._holder for bucket in buckets]
+    buckets = [bucket for group in optimizer._buckets._groups for bucket in group.buckets]
+    found = [bucket._holder for bucket in buckets if bucket._holder]
     return [holder.held for holder in found if holder.held is not None]

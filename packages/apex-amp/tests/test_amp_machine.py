@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from apex import amp
 from apex.amp import _amp_state
 from apex.amp.masters.exact import add_checkpoint_hooks
+from apex_testkit.amp_by_hand import ChangedByHand
 from apex_testkit.amp_model import (
     SIZE,
     Layer,
@@ -49,7 +50,7 @@ PASSES = st.fixed_dictionaries(
 )
 
 
-class Training(RefusedCalls, Watched):
+class Training(RefusedCalls, ChangedByHand, Watched):
     """What a training script does."""
 
     def expected_dtype(self, index, has_casts):

@@ -10,7 +10,7 @@ PROGRAM = """
 import torch
 from apex import optimizers
 from apex.optimizers import _ops
-from apex.optimizers.stepping import checked
+from apex.optimizers.stepping import optimizer as stepping
 
 _ops.library.manifest = lambda: {}  # also where this test runs on a wheel with kernels
 classes = [getattr(optimizers, name) for name in optimizers.__all__]
@@ -24,7 +24,7 @@ for cls in classes:
         raise AssertionError(cls)
 
 # Copies are made without a constructor, and find out in their first step.
-checked.require_kernels = lambda *arguments: None
+stepping.require_kernels = lambda *arguments: None
 for cls in classes:
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = cls([param], lr=0.1)

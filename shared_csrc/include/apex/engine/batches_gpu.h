@@ -15,9 +15,9 @@ inline constexpr int kForeachThreads = 256;
 // Kernel parameters may take 4 KiB on every GPU; some room is for the functor.
 inline constexpr size_t kForeachTableBytes = 3584;
 
-// A batch of tensors by value, each a range of blocks. Travelling as a kernel parameter it needs no
-// copy to the device, no synchronisation, and is safe under graph capture.
-template <int kColumns>
+// A batch of tensors by value, each a range of blocks of kBlockElements. Travelling as a kernel
+// parameter it needs no copy to the device, no synchronisation, and is safe under graph capture.
+template <int kColumns, int64_t kBlockElements>
 struct ForeachBatch {
   static constexpr int kTensors =
       static_cast<int>(kForeachTableBytes / (kColumns * sizeof(void*) + 2 * sizeof(int64_t)));
@@ -25,12 +25,11 @@ struct ForeachBatch {
   int64_t numel[kTensors];
   int64_t first_block[kTensors];  // prefix sum of blocks
   int64_t first_tensor;           // row of the table that data[0] is
-  int64_t block_elements;
   Array<Storage, kColumns> storage;
   int tensors;
 
   APEX_HD int64_t blocks_of(int tensor) const {
-    return (numel[tensor] + block_elements - 1) / block_elements;
+    return (numel[tensor] + kBlockElements - 1) / kBlockElements;
   }
 
   // The tensor that the calling block works on.
@@ -49,18 +48,17 @@ struct ForeachBatch {
 
   // The first of this tensor's elements that are the calling block's.
   APEX_DEVICE int64_t begin_of_block(int tensor) const {
-    return (static_cast<int64_t>(blockIdx.x) - first_block[tensor]) * block_elements;
+    return (static_cast<int64_t>(blockIdx.x) - first_block[tensor]) * kBlockElements;
   }
 };
 
 // Calls body(batch, blocks) for batches of the table's tensors, in order.
-template <int kColumns, class Body>
-void for_each_batch(const TensorTable& table, int64_t block_elements, const Body& body) {
-  using Batch = ForeachBatch<kColumns>;
+template <int kColumns, int64_t kBlockElements, class Body>
+void for_each_batch(const TensorTable& table, const Body& body) {
+  using Batch = ForeachBatch<kColumns, kBlockElements>;
   constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
   Batch batch;
   batch.storage = table.storages<kColumns>();
-  batch.block_elements = block_elements;
   for (int64_t tensor = 0; tensor < table.tensors();) {
     batch.first_tensor = tensor;
     batch.tensors = 0;
@@ -80,9 +78,9 @@ void for_each_batch(const TensorTable& table, int64_t block_elements, const Body
 
 // With every block's partial results in partials[block * stride], those of one tensor combined in a
 // fixed order by all threads of the calling block.
-template <int kColumns, class Combine>
-APEX_DEVICE double combine_partials(const ForeachBatch<kColumns>& batch, int tensor,
-                                    const double* partials, int stride, const Combine& combine) {
+template <class Batch, class Combine>
+APEX_DEVICE double combine_partials(const Batch& batch, int tensor, const double* partials,
+                                    int stride, const Combine& combine) {
   const int64_t begin = batch.first_block[tensor], end = begin + batch.blocks_of(tensor);
   double result = 0;
   for (int64_t block = begin + threadIdx.x; block < end; block += kForeachThreads) {

@@ -47,7 +47,8 @@ struct FoldKernel<K, F, N, std::index_sequence<I...>, Columns...> {
 
 template <int K, class Prepared, int N, class F, class... Columns>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_fold_chunks(ForeachBatch<sizeof...(Columns)> batch, double* partials, F functor) {
+    foreach_fold_chunks(ForeachBatch<sizeof...(Columns), kFoldChunk> batch, double* partials,
+                        F functor) {
   using Own = decltype(of_tensor(prepared(functor), 0));
   using Kernel = FoldKernel<K, Own, N, std::index_sequence_for<Columns...>, Columns...>;
   // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
@@ -87,7 +88,7 @@ void foreach_fold(const Context& context, const TensorTable& table, const F& fun
   using Prepared = decltype(prepared(functor));
   using Own = decltype(of_tensor(prepared(functor), 0));
   constexpr int N = pack_size<typename Columns::storage...>();
-  for_each_batch<sizeof...(Columns)>(table, kFoldChunk, [&](const auto& batch, int64_t blocks) {
+  for_each_batch<sizeof...(Columns), kFoldChunk>(table, [&](const auto& batch, int64_t blocks) {
     double* partials = static_cast<double*>(context.workspace((blocks * K + 1) * sizeof(double)));
     if (blocks > 0) {
       launch(foreach_fold_chunks<K, Prepared, N, F, Columns...>,
@@ -95,8 +96,9 @@ void foreach_fold(const Context& context, const TensorTable& table, const F& fun
              partials, functor);
       context.check_launch("foreach_fold_chunks");
     }
-    launch(foreach_fold_tensors<K, Own, F, ForeachBatch<sizeof...(Columns)>>, dim3(batch.tensors),
-           dim3(kForeachThreads), 0, context.stream(), batch, partials, sums, functor);
+    launch(foreach_fold_tensors<K, Own, F, ForeachBatch<sizeof...(Columns), kFoldChunk>>,
+           dim3(batch.tensors), dim3(kForeachThreads), 0, context.stream(), batch, partials, sums,
+           functor);
     context.check_launch("foreach_fold_tensors");
   });
 }

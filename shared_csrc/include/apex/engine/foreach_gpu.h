@@ -11,6 +11,11 @@ inline namespace APEX_BACKEND_NS {
 
 inline constexpr int kForeachPacks = 4;  // packs per thread: several loads in flight
 
+// Elements of a block, in packs of n.
+APEX_HD constexpr int64_t foreach_elements(int n) {
+  return int64_t{kForeachThreads} * kForeachPacks * n;
+}
+
 // Loads and stores of one column, N elements at once where there are as many.
 template <class T, int N, class Column>
 struct ColumnPacks {
@@ -120,7 +125,7 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
                                        const Array<Storage, sizeof...(I)>& storage, int64_t begin,
                                        int64_t numel) {
     int flags = 0;
-    int64_t end = min(begin + int64_t{kForeachThreads} * kForeachPacks * N, numel);
+    int64_t end = min(begin + foreach_elements(N), numel);
     for (int64_t offset = begin + threadIdx.x; offset < end; offset += kForeachThreads) {
       T values[sizeof...(I)][N];
       (ColumnPacks<T, N, Columns>::load(data[I], offset, values[I], 1, storage[I]), ...);
@@ -139,7 +144,7 @@ struct alignas(16) RawStorage {
 
 template <class Prepared, int N, class F, class... Columns>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_kernel(ForeachBatch<sizeof...(Columns)> batch, F functor) {
+    foreach_kernel(ForeachBatch<sizeof...(Columns), foreach_elements(N)> batch, F functor) {
   using Own = decltype(of_tensor(prepared(functor), 0));
   using Kernel = ForeachKernel<Own, N, std::index_sequence_for<Columns...>, Columns...>;
   // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
@@ -162,13 +167,13 @@ template <class... Columns, class Context, class F>
 void foreach(const Context& context, const TensorTable& table, const F& functor) {
   using Prepared = decltype(prepared(functor));
   constexpr int N = pack_size<typename Columns::storage...>();
-  constexpr int64_t kElements = int64_t{kForeachThreads} * kForeachPacks * N;
-  for_each_batch<sizeof...(Columns)>(table, kElements, [&](const auto& batch, int64_t blocks) {
-    if (blocks == 0) return;  // tensors without elements
-    launch(foreach_kernel<Prepared, N, F, Columns...>, dim3(static_cast<unsigned>(blocks)),
-           dim3(kForeachThreads), 0, context.stream(), batch, functor);
-    context.check_launch("foreach");
-  });
+  for_each_batch<sizeof...(Columns), foreach_elements(N)>(
+      table, [&](const auto& batch, int64_t blocks) {
+        if (blocks == 0) return;  // tensors without elements
+        launch(foreach_kernel<Prepared, N, F, Columns...>, dim3(static_cast<unsigned>(blocks)),
+               dim3(kForeachThreads), 0, context.stream(), batch, functor);
+        context.check_launch("foreach");
+      });
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -55,7 +55,7 @@ APEX_DEVICE double reduce_chunk(const F& functor, const S* data, int64_t begin, 
 
 template <class F, class S>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_chunks(ForeachBatch<1> batch, double* partials, F functor) {
+    foreach_reduce_chunks(ForeachBatch<1, kReduceChunk> batch, double* partials, F functor) {
   const int tensor = batch.tensor_of_block();
   int64_t begin = batch.begin_of_block(tensor);
   int64_t end = min(begin + kReduceChunk, batch.numel[tensor]);
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kForeachThreads)
 // One block per tensor.
 template <class F>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_tensors(ForeachBatch<1> batch, const double* partials, double* combined,
-                           F functor) {
+    foreach_reduce_tensors(ForeachBatch<1, kReduceChunk> batch, const double* partials,
+                           double* combined, F functor) {
   double result = combine_partials(batch, blockIdx.x, partials, 1, Combine<F>{});
   if (threadIdx.x != 0) return;
   combined[batch.first_tensor + blockIdx.x] = result;
@@ -94,7 +94,7 @@ void foreach_reduce(const Context& context, const TensorTable& table, const F& f
                     R* per_tensor, R* total) {
   int64_t tensors = table.tensors();
   double* combined = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
-  for_each_batch<1>(table, kReduceChunk, [&](const auto& batch, int64_t blocks) {
+  for_each_batch<1, kReduceChunk>(table, [&](const auto& batch, int64_t blocks) {
     double* partials = static_cast<double*>(context.workspace((blocks + 1) * sizeof(double)));
     if (blocks > 0) {
       launch(foreach_reduce_chunks<F, S>, dim3(static_cast<unsigned>(blocks)),

@@ -5,16 +5,15 @@
 //        = (max - x[label]) + log(sum_exp) - s * mean(x - x[label])
 //   dx = dloss * (exp(x - max) / sum_exp - s / C - (1 - s) * onehot(label))
 //
-// Szegedy et al. 2016, section 7 (https://arxiv.org/abs/1512.00567). The sum is taken in one pass
-// with a running maximum: Milakov & Gimelshein 2018 (https://arxiv.org/abs/1805.02867). Maximum and
-// sum are kept apart for the backward pass: the rounding of an lse of 10^4 would spoil the fourth
-// digit of every gradient.
+// Szegedy et al. 2016, section 7 (https://arxiv.org/abs/1512.00567). Maximum and sum are kept apart
+// for the backward pass: the rounding of an lse of 10^4 would spoil the fourth digit of every
+// gradient.
 #pragma once
 
 #include <cmath>
 #include <limits>
 
-#include "apex/math/exp.h"
+#include "apex/math/softmax.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -31,36 +30,23 @@ struct Labels {
   APEX_HD bool is_class(int64_t label) const { return label >= 0 && label < columns; }
 };
 
-// What one pass over a row collects.
-enum RowState {
-  kMax,
-  kSumExp,  // sum of exp(x - max)
-  kSum,     // sum of (x - reference)
-  kRowStates
-};
+// What one pass over a row collects: maximum, sum of exponentials, and sum of (x - reference).
+enum RowState { kMax, kSumExp, kSum, kRowStates };
 
 template <class T>
-struct RowStates {
-  using State = Array<T, kRowStates>;
+struct RowStates : SumOfExponentials<T, kRowStates> {
+  using Exponentials = SumOfExponentials<T, kRowStates>;
+  using State = typename Exponentials::State;
 
-  // Below every float but -inf, so that a difference to it is never NaN.
-  static APEX_HD State empty() { return {{std::numeric_limits<T>::lowest(), T(0), T(0)}}; }
-
-  // One exp serves both cases: of the old sum where x is the new maximum, else of x.
   static APEX_HD void add(State& state, T x, T reference) {
-    T max = state[kMax], sum = state[kSumExp];
-    T e = exponential_no_overflow(-std::fabs(x - max));
-    state[kSumExp] = x > max ? sum * e + T(1) : sum + e;
-    state[kMax] = x > max ? x : max;
+    Exponentials::add(state, x);
     state[kSum] += x - reference;
   }
 
   static APEX_HD State merge(const State& a, const State& b) {
-    bool a_is_max = a[kMax] > b[kMax];
-    T e = exponential_no_overflow(-std::fabs(a[kMax] - b[kMax]));
-    return {{a_is_max ? a[kMax] : b[kMax],
-             a_is_max ? b[kSumExp] * e + a[kSumExp] : a[kSumExp] * e + b[kSumExp],
-             a[kSum] + b[kSum]}};
+    State result = Exponentials::merge(a, b);
+    result[kSum] = a[kSum] + b[kSum];
+    return result;
   }
 };
 

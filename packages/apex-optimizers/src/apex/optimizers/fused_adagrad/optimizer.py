@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..stepping.buckets import Bucket, StateLayout
 from ..stepping.checks import check_lr, check_not_negative
-from ..stepping.held_buckets import HoldingBucket
 from ..stepping.held_lists import HeldOps
 from ..stepping.optimizer import FusedOptimizer
 from .ops import adagrad_step
@@ -18,7 +17,7 @@ from .ops import adagrad_step
 ADAGRAD_HELD = HeldOps(adagrad_step, __file__)
 
 
-class AdagradBucket(HoldingBucket):
+class AdagradBucket(Bucket):
     """A bucket whose lists C++ keeps from step to step, if that is faster."""
 
     held_ops = ADAGRAD_HELD
@@ -158,16 +157,16 @@ class FusedAdagrad(FusedOptimizer):
         super().load_state_dict(state_dict)
 
     def step_bucket(self, bucket: Bucket) -> None:
-        group = bucket.group
+        group, numbers = bucket.group, self.numbers_of(bucket)
         bucket.run(
             adagrad_step,
-            float(group["lr"]),
+            numbers.lr,
             group["eps"],
             group["weight_decay"],
             bool(self.adagrad_w_mode),
             bool(group["maximize"]),
         )
-        bucket.set_step(bucket.step_number + 1)
+        numbers.count(bucket)
 
 
 def _check_supported(where: str, group: dict[str, Any]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.buckets import MASTER
-from ..stepping.held_buckets import HoldingBucket
+from ..stepping.buckets import MASTER, Bucket
 from ..stepping.held_lists import HeldOps
 from .moments import SCALES, compact_step
 from .ops import adam_step, adam_step_capturable
@@ -20,7 +19,7 @@ ADAM_HELD = HeldOps(adam_step, __file__)
 _scales_of = operator.methodcaller("get", SCALES)
 
 
-class AdamBucket(HoldingBucket):
+class AdamBucket(Bucket):
     """A bucket whose lists C++ keeps from step to step, if that is faster."""
 
     writing_ops = (adam_step_capturable,)  # unscales them
@@ -49,8 +48,8 @@ class AdamBucket(HoldingBucket):
             self.check_new_gradients()  # the operator itself would take other dtypes
         has_any = self.layout.any_grad_dtype
         if has_any and self.params[0].dtype == torch.float64 != self.grads[0].dtype:
-            self.check()
-            self.grads = [grad.double() for grad in self.grads]  # smaller decoupled ones
+            self.check_new_gradients()
+            self.used = [grad.double() for grad in self.used]  # smaller decoupled ones
         super().run(op, *hyper)
 
     @property

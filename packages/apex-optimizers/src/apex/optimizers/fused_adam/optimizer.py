@@ -238,7 +238,6 @@ class FusedAdam(CompactStates):
 
     def _step_capturable(self, bucket: AdamBucket) -> None:
         group, numbers = bucket.group, self.numbers_of(bucket)
-        bucket.check()
         bucket.run(
             adam_step_capturable,
             numbers.device_lr,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..stepping.buckets import state_dtype
 from ..stepping.checks import check_not_negative
-from ..stepping.momentum import Launch, MomentumOptimizer
+from ..stepping.momentum import MomentumBucket, MomentumOptimizer, momentum_layout
 from ..stepping.sharding import norms_of
 from .ops import lars_step
 
@@ -81,7 +81,7 @@ class FusedLARS(MomentumOptimizer):
         >>> optimizer.step()
     """
 
-    name = "FusedLARS"
+    layout = momentum_layout("FusedLARS")
     kernels = "fused_lars"
 
     def __init__(
@@ -123,33 +123,33 @@ class FusedLARS(MomentumOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
-        check_not_negative(self.name, group, ("trust_coefficient", "eps"))
+        check_not_negative(self.layout.optimizer, group, ("trust_coefficient", "eps"))
 
-    def buffer_dtype(self, param: Tensor) -> torch.dtype:
+    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
         """float32 for 16-bit parameters, because values in the buffer are too small for float16."""
         return state_dtype(param)
 
-    def run_launch(self, launch: Launch, lr: float, device_lr: Tensor | None, scale: float) -> None:
-        group = launch.group
-        grad_norms = param_norms = None
-        if not group["is_skipped"]:
-            grad_norms = norms_of(launch.grads, launch.whole)
-            param_norms = norms_of(launch.params, launch.whole)
-        lars_step(
-            launch.params,
-            launch.grads,
-            launch.buffers,
-            launch.copies,
-            grad_norms,
-            param_norms,
-            lr,
-            device_lr,
+    def step_bucket(self, bucket: MomentumBucket) -> None:
+        group, numbers = bucket.group, self.numbers_of(bucket)
+        whole = bucket.params[0] if bucket.is_sharded else None
+
+        def step(params: list, grads: list, buffers: list, copies: list, *hyper: Any) -> None:
+            norms = (None, None)
+            if not group["is_skipped"]:
+                norms = norms_of(grads, whole), norms_of(params, whole)
+            lars_step(params, grads, buffers, copies, *norms, *hyper)
+
+        bucket.run(
+            step,
+            numbers.lr,
+            numbers.device_lr,
             group["trust_coefficient"],
             group["eps"],
             group["momentum"],
             group["weight_decay"],
             bool(group["nesterov"]),
-            launch.is_first_run,
-            scale,
+            bucket.is_first_run,
+            self.gradient_scale(group),
             None,
         )
+        numbers.count(bucket)

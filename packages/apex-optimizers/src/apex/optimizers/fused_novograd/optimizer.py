@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.buckets import StateLayout
+from ..stepping.buckets import StateLayout, ask
 from ..stepping.checkpoints import load_between_hooks, matching_params
 from ..stepping.checks import check_betas, check_lr, check_not_negative
 from ..stepping.numbers import StepNumbers
@@ -224,7 +224,7 @@ class FusedNovoGrad(FusedOptimizer):
             group["norm_type"] == 0,
             is_first and not group["init_zero"],
             bool(group["maximize"]),
-            _norms_of_shards(bucket) if bucket.is_sharded else None,
+            ask([bucket], _norms_of_shards, bucket) if bucket.is_sharded else None,
             numbers.device_lr,
             numbers.device_step,
             numbers.inv_scale,
@@ -247,7 +247,7 @@ def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> None:
 
 def _norms_of_shards(bucket: NovoGradBucket) -> Tensor:
     """The norms of the whole gradients, of which this process has shards; float64 [n]."""
-    grads, whole = bucket.local(bucket.grads), bucket.params[0]
+    grads, whole = bucket.used, bucket.params[0]
     if bucket.group["norm_type"] == 2:
         return norms_of(grads, whole).double()
     peaks = [grad.abs().amax() if grad.numel() else grad.new_zeros(()) for grad in grads]

@@ -8,10 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from ..stepping.held_lists import HeldOps
-from ..stepping.momentum import Launch, MomentumOptimizer
+from ..stepping.momentum import MomentumBucket, MomentumOptimizer, momentum_layout
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)
+
+
+class SgdBucket(MomentumBucket):
+    """A bucket that hands its lists over once, where that pays."""
+
+    held_ops = SGD_HELD
 
 
 class FusedSGD(MomentumOptimizer):
@@ -72,9 +78,9 @@ class FusedSGD(MomentumOptimizer):
         >>> optimizer.step()
     """
 
-    name = "FusedSGD"
+    layout = momentum_layout("FusedSGD")
+    bucket_class = SgdBucket
     kernels = "fused_sgd"
-    held_ops = SGD_HELD
 
     def __init__(
         self,
@@ -112,22 +118,19 @@ class FusedSGD(MomentumOptimizer):
 
         return amp_C.multi_tensor_sgd
 
-    def run_launch(self, launch: Launch, lr: float, device_lr: Tensor | None, scale: float) -> None:
-        group = launch.group
-        hyper = (
-            lr,
-            device_lr,
+    def step_bucket(self, bucket: SgdBucket) -> None:
+        group, numbers = bucket.group, self.numbers_of(bucket)
+        bucket.run(
+            sgd_step,
+            numbers.lr,
+            numbers.device_lr,
             group["momentum"],
             group["dampening"],
             group["weight_decay"],
             bool(group["nesterov"]),
             bool(self.wd_after_momentum),
-            launch.is_first_run,
-            scale,
+            bucket.is_first_run,
+            self.gradient_scale(group),
             None,
         )
-        if holder := launch.ready_holder():
-            holder.step(launch.grads, *hyper)
-        else:
-            lists = (launch.params, launch.grads, launch.buffers, launch.copies)
-            sgd_step(*lists, *hyper)
+        numbers.count(bucket)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import MASTER
 from .gradients import describe
 from .numbers import lr_tensor, numbers_device
 from .sharding import is_sharded
@@ -91,9 +90,8 @@ def _checked_pairs(
     pairs = matching_params(optimizer, state_dict)
     layout = optimizer.layout
     for param, saved in pairs:
-        for key in (*layout.moments, MASTER):
-            if key in saved:
-                check_saved_tensor(layout.optimizer, param, key, saved[key])
+        for key in optimizer.keys_in(saved):
+            _check_saved_tensor(layout.optimizer, param, key, saved[key])
         if "step" in saved:
             _check_count(layout.optimizer, saved["step"])
         optimizer.check_saved(saved)
@@ -112,7 +110,7 @@ def _restore_all(optimizer: Any, pairs: list[tuple[Tensor, dict[str, Any]]]) -> 
         _restore_group(optimizer, group)
 
 
-def check_saved_tensor(optimizer: str, param: Tensor, key: str, value: Any) -> None:
+def _check_saved_tensor(optimizer: str, param: Tensor, key: str, value: Any) -> None:
     """Raise ValueError unless a saved state is floating point, of its parameter's shape, and
     sharded if the parameter is.
     """
@@ -160,7 +158,7 @@ def matching_params(
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
         raise ValueError(
-            f"{optimizer._name}.load_state_dict: the optimizer has groups of {sizes} "
+            f"{optimizer.layout.optimizer}.load_state_dict: the optimizer has groups of {sizes} "
             f"parameters, but the state has groups of {saved_sizes}."
         )
     params = [param for group in groups for param in group["params"]]
@@ -171,9 +169,11 @@ def matching_params(
 
 def _restore(optimizer: Any, param: Tensor, saved: dict[str, Any]) -> None:
     """torch casts state to the parameter's dtype when it loads; the kernels need it wide."""
-    for key in (*optimizer.layout.moments, MASTER):
-        if key in saved:
-            optimizer.restore_moment(param, key, saved[key])
+    state, keys = optimizer.state[param], optimizer.keys_in(saved)
+    for key in {*optimizer.layout.moments} & {*state} - {*keys}:
+        del state[key]  # None, as torch saves what a group does not use
+    for key in keys:
+        optimizer.restore_moment(param, key, saved[key])
 
 
 def _restore_group(optimizer: Any, group: dict[str, Any]) -> None:
@@ -182,7 +182,9 @@ def _restore_group(optimizer: Any, group: dict[str, Any]) -> None:
         _restore_count(optimizer, group)
     if optimizer.capturable:
         group["lr"] = lr_tensor(group["lr"]).clone()
-    elif isinstance(group["lr"], Tensor) and not isinstance(optimizer.defaults["lr"], Tensor):
+    elif optimizer.reads_device_lr or isinstance(optimizer.defaults["lr"], Tensor):
+        return
+    elif isinstance(group["lr"], Tensor):
         group["lr"] = float(group["lr"])
 
 

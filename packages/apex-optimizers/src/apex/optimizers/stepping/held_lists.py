@@ -6,7 +6,6 @@ Converting a list of tensors costs about 350 ns per tensor and step: more than u
 from __future__ import annotations
 
 import gc
-import operator
 import re
 import weakref
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._ops import library
+from .state_order import are_same
 
 MIN_TENSORS = 32  # per list; of fewer, less than 10 us a step could be saved
 MAX_MEAN_ELEMENTS = 4096  # of larger tensors less than a tenth of the time could be saved
@@ -98,7 +98,7 @@ class KeptGradients:
 
     def number_of(self, grads: list[Tensor]) -> int:
         """The number under which these are held, or 0."""
-        if self._held is not None and _is_same(self._kept, grads):
+        if self._held is not None and are_same(self._kept, grads):
             return self._held.number
         survived = self._first is not None and self._first() is grads[0]
         self._kept = self._held = None
@@ -134,12 +134,12 @@ class Holder:
 
         Args:
             params: the same in every call.
-            states: the other lists, which may have changed.
+            states: the other lists; the same tuple while nobody has replaced a state.
             grads: of this step.
         """
         if not self.may_hold:
             return None
-        if self._states is None or not _are_same(self._states, states):
+        if self._states is not states:
             self._states, self._held = states, None
             self._gradients = KeptGradients(self._ops)
             return None
@@ -164,14 +164,6 @@ class Holder:
         held_grads = self._gradients.number_of(grads)
         given = grads[:1] if held_grads else grads
         self._ops.step(self._held.number, held_grads, given, *rest)
-
-
-def _are_same(kept: tuple[list[Tensor], ...], states: tuple[list[Tensor], ...]) -> bool:
-    return kept is states or all(map(_is_same, kept, states))
-
-
-def _is_same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _release(ops: HeldOps, like: Tensor, number: int) -> None:

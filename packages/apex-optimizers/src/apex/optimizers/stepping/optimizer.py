@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .buckets import MASTER, Bucket, StateLayout, state_dtype
-from .checked import CheckedOptimizer
+from .buckets import MASTER, Bucket, Outdated, StateLayout, state_dtype
 from .checkpoints import complete_groups, load_state, separate_steps
-from .checks import check_numbers
+from .checks import check_duplicates, check_numbers, check_params, require_kernels
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
 from .plan import BucketCache
 
@@ -37,13 +37,14 @@ def is_capturing(groups: list[dict[str, Any]]) -> bool:
 _KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling")
 
 
-class FusedOptimizer(CheckedOptimizer):
+class FusedOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here; a subclass checks hyper-parameters and steps one bucket.
 
     All gradients are checked, and all states made, before the first parameter changes.
     """
 
     layout: StateLayout  # of the class
+    kernels: ClassVar[str]  # the folder of its step operator
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
@@ -53,7 +54,10 @@ class FusedOptimizer(CheckedOptimizer):
     _step_supports_amp_scaling = False  # looked at by torch.amp.GradScaler
     # Whether a captured step may be replayed all the same: its formula does not count steps.
     replayable: ClassVar[bool] = False
+    # Whether a float32 lr on the GPU is read there, also where steps are counted on the host.
+    reads_device_lr: ClassVar[bool] = False
     master_weights = False
+    _overflow_buffer: Tensor | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         keep_from_tracing(type(self))
@@ -61,6 +65,10 @@ class FusedOptimizer(CheckedOptimizer):
         super().__init__(params, defaults)
 
     # What a subclass supplies.
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
+        raise NotImplementedError
 
     def step_bucket(self, bucket: Bucket) -> None:
         """Update the parameters of one bucket."""
@@ -71,8 +79,20 @@ class FusedOptimizer(CheckedOptimizer):
     def check_saved_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if a saved group is of another formula."""
 
+    def keys_in(self, state: dict[str, Any]) -> list[str]:
+        """Which moments, and whether a master, the state of a parameter has."""
+        return [key for key in (*self.layout.moments, MASTER) if key in state]
+
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if the saved state of a parameter is not of this kind of optimizer."""
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The moments that the parameters of a group have."""
+        return self.layout.moments
+
+    def linked(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list]:
+        """The parameters, those whose gradients are used, and copies or None; see `Members`."""
+        return group["params"], group["params"], []
 
     def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
         """Dtype in which a moment of a parameter is kept."""
@@ -101,12 +121,12 @@ class FusedOptimizer(CheckedOptimizer):
         """A moment, or master, as a number, whatever it is kept in."""
         return self.state[param][key]
 
-    def conform_state(self, param: Tensor) -> None:
+    def conform_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Give moments and master the dtype, device and layout that somebody else changed."""
-        state = self.state[param]
+        state = self.state.get(param, {})
         if MASTER in state and param.dtype not in (torch.float16, torch.bfloat16):
             del state[MASTER]  # the parameter is as exact now
-        for key in (*self.layout.moments, MASTER):
+        for key in (*self.state_keys(group), MASTER):
             if key not in state:
                 continue
             kept, wanted = state[key], {torch.float32, torch.int16}  # masters and remainders
@@ -129,8 +149,39 @@ class FusedOptimizer(CheckedOptimizer):
 
     # The optimizer as its users see it.
 
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """int32 [1] on the device of the first parameter, where the functions look for it."""
+        device = next((p.device for g in self.param_groups for p in g["params"]), None)
+        buffer = self._overflow_buffer
+        if buffer is None or device not in (None, buffer.device):
+            buffer = self._overflow_buffer = torch.zeros(1, dtype=torch.int32, device=device)
+        return buffer
+
+    @_dummy_overflow_buf.setter
+    def _dummy_overflow_buf(self, buffer: Tensor) -> None:
+        self._overflow_buffer = buffer
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: a hyper-parameter of the group is out of range, it has no ``lr``, or a
+                parameter is there twice.
+            TypeError: a parameter is not real floating point.
+            RuntimeError: there are no kernels for the parameters, and none can be built.
+        """
+        self.check_group({**self.defaults, **param_group})
+        before = len(self.param_groups)
         super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        try:
+            check_params(self.layout.optimizer, params)
+            check_duplicates(self.layout.optimizer, params)
+            require_kernels(self.layout.optimizer, self.kernels, params)
+        except (TypeError, ValueError, RuntimeError):
+            del self.param_groups[before:]
+            raise
         group = self.param_groups[-1]
         if self.capturable and not isinstance(group["lr"], Tensor):
             device = numbers_device(group)
@@ -146,7 +197,7 @@ class FusedOptimizer(CheckedOptimizer):
         """Learning rate, count and scale of the bucket's next step."""
         if self.capturable:
             return StepNumbers.on_device(self, bucket)
-        return StepNumbers.on_host(bucket)
+        return StepNumbers.on_host(bucket, self.reads_device_lr)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set them to None, or to zero.
@@ -180,36 +231,45 @@ class FusedOptimizer(CheckedOptimizer):
         load_state(self, state_dict, super().load_state_dict)
         self._buckets = BucketCache(self.bucket_class)
 
-    @property
-    def _name(self) -> str:
-        return self.layout.optimizer
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; parameters without gradient are left alone.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            RuntimeError: a gradient cannot be used, or a CUDA graph is being captured of a step
+                that is counted on the host; nothing is changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update_params()
+        return loss
 
     def update_params(self) -> None:
         """Step all buckets, and hold nothing afterwards: gradients set to None are to be freed."""
         try:
-            self._step_and_repair()
+            self._check_capture()
+            check_numbers(self.layout.optimizer, self.param_groups)
+            buckets = self._buckets.collect(self)
+            try:
+                self.step_buckets(buckets)
+            except Outdated:
+                if any(bucket.has_run for bucket in buckets):
+                    raise
+                self._buckets.forget()
+                self.step_buckets(self._buckets.collect(self))
         except BaseException:
             self._buckets.take_back(self.state)
             raise
         finally:
             self._buckets.drop()
-
-    def _step_and_repair(self) -> None:
-        buckets = self.checked_buckets()
-        try:
-            self.step_buckets(buckets)
-        except (KeyError, AttributeError, RuntimeError):
-            if any(bucket.has_run for bucket in buckets) or not self._buckets.is_outdated():
-                raise
-            # A kernel refused, before it wrote, what was changed since its bucket was made.
-            self._buckets.forget()
-            self.step_buckets(self.checked_buckets())
-
-    def checked_buckets(self) -> list[Bucket]:
-        """The buckets of this step, none of which will fail for its gradients or states."""
-        self._check_capture()
-        check_numbers(self.layout.optimizer, self.param_groups)
-        return self._buckets.collect(self)
 
     def _check_capture(self) -> None:
         """Raise RuntimeError where a graph would repeat this step's number in every replay."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import MASTER, Bucket, check_step
-from .gradients import check_states
+from .buckets import MASTER, Bucket, Members
+from .gradients import check_dense, check_gradients, check_states
 from .sharding import placement_of
-from .state_order import Entries, StateOrder
+from .state_order import Entries, StateOrder, are_same
 
 _shape_of = operator.attrgetter("shape")
 
@@ -38,33 +38,32 @@ class BucketCache:
             RuntimeError: a gradient, parameter or state cannot be used.
         """
         self._started = []
-        groups = optimizer.param_groups
-        lists = [_grads_of(optimizer.layout.grad_name, group["params"]) for group in groups]
-        missing = [list(map(operator.is_, grads, repeat(None))) for grads in lists]
+        wanted = [_Wanted(optimizer, group) for group in optimizer.param_groups]
         if not self._order.update(optimizer.state):
             self.forget()
-        self._groups = self._groups[: len(groups)] + [None] * (len(groups) - len(self._groups))
+        if len(self._groups) != len(wanted):
+            missing = len(wanted) - len(self._groups)
+            self._groups = self._groups[: len(wanted)] + [None] * missing
         values = [*optimizer.state.values(), None]
-        new = []
-        for index, (cached, group) in enumerate(zip(self._groups, groups, strict=True)):
-            fits = cached is not None and cached.fits(group, missing[index])
-            if not (fits and cached.hand_over(values, lists[index])):
-                new.append(index)
+        new = [
+            index
+            for index, (cached, group) in enumerate(zip(self._groups, wanted, strict=True))
+            if not (cached and cached.fits(group) and cached.hand_over(values, group.grads))
+        ]
         buckets = self._buckets()
-        if new or len(buckets) > 1 or any(map(_has_other_master, repeat(optimizer), buckets)):
-            kept = [i for i in range(len(groups)) if i not in new]
+        if new or len(buckets) > 1 or (optimizer.keeps_masters and _differ_in_dtype(buckets)):
+            kept = [i for i in range(len(wanted)) if i not in new]
             new += [i for i in kept if self._groups[i].is_outdated()]
         if new:
-            self._check(optimizer, lists)
-            self._renew(optimizer, new, lists, missing)
-        elif len(buckets) > 1 or _differ_in_shape(buckets):
+            for group in wanted:  # a step that fails changes nothing
+                group.check(optimizer)
+            self._renew(optimizer, new, wanted)
+            return self._buckets()
+        any_dtype = optimizer.layout.any_grad_dtype
+        if len(buckets) > 1 or (any_dtype and _differ_in_shape(buckets)):
             for bucket in buckets:
                 bucket.check_new_gradients()
-        return self._buckets()
-
-    def is_outdated(self) -> bool:
-        """Whether parameters or states are not those that were checked when buckets were made."""
-        return any(group.is_outdated() for group in self._groups if group)
+        return buckets
 
     def forget(self) -> None:
         """Make all buckets anew in the next step."""
@@ -73,52 +72,39 @@ class BucketCache:
         self._groups.clear()
 
     def take_back(self, state: dict[Any, Any]) -> None:
-        """Undo what was made of states for a step which failed before it changed anything.
+        """Undo what was made of states for buckets that a failing step did not come to.
 
         All buckets are made anew in the next step: the failure may have left half of them.
         """
-        if self._started and not any(bucket.has_run for bucket in self._buckets()):
-            for param, before in self._started:
-                if before is None:
-                    state.pop(param, None)
-                else:
-                    state[param].clear()
-                    state[param].update(before)
+        changed = {id(p) for bucket in self._buckets() if bucket.has_run for p in bucket.params}
+        for param, before in self._started:
+            if id(param) in changed:
+                continue
+            if before is None:
+                state.pop(param, None)
+            else:
+                state[param].clear()
+                state[param].update(before)
         self.forget()
 
     def drop(self) -> None:
         """Hold no gradient and no state any longer."""
         self._started = []
         for bucket in self._buckets():
-            bucket.grads, bucket.states = [], []
+            bucket.drop()
 
     def _buckets(self) -> list[Bucket]:
+        if len(self._groups) == 1 and self._groups[0]:
+            return self._groups[0].buckets
         return [bucket for group in self._groups if group for bucket in group.buckets]
 
-    def _check(self, optimizer: Any, lists: list[list[Tensor | None]]) -> None:
-        """Raise unless everything can be used: a step that fails changes nothing."""
-        layout = optimizer.layout
-        for group, grads in zip(optimizer.param_groups, lists, strict=True):
-            pairs = [(p, g) for p, g in zip(group["params"], grads, strict=True) if g is not None]
-            params, present = [p for p, _ in pairs], [g for _, g in pairs]
-            check_step(layout, params, present)
-            states = [optimizer.state.get(p, {}) for p in params]
-            check_states(f"{layout.optimizer}.step", params, states, (*layout.moments, MASTER))
-
-    def _renew(
-        self,
-        optimizer: Any,
-        indices: list[int],
-        lists: list[list[Tensor | None]],
-        missing: list[list[bool]],
-    ) -> None:
+    def _renew(self, optimizer: Any, indices: list[int], wanted: list[_Wanted]) -> None:
         for index in indices:
-            group, old = optimizer.param_groups[index], self._groups[index]
+            old = self._groups[index]
             for bucket in old.buckets if old else ():
                 self._marks.update(bucket.marks.known(bucket.params))
-            made = _GroupBuckets(group, missing[index])
-            self._groups[index] = made
-            made.make(self._bucket_class, optimizer, lists[index], self._started)
+            made = self._groups[index] = _GroupBuckets(wanted[index])
+            made.make(self._bucket_class, optimizer, wanted[index], self._started)
         has_grown = not self._order.update(optimizer.state)
         values = [*optimizer.state.values(), None]
         for index, cached in enumerate(self._groups):
@@ -126,10 +112,38 @@ class BucketCache:
                 cached.find(self._order)
             if index in indices:
                 cached.take_marks(self._marks)
-            cached.hand_over(values, lists[index])
+            cached.hand_over(values, wanted[index].grads)
             if index in indices:
                 cached.remember()
         self._marks = {}
+
+
+class _Wanted:
+    """What a group is in this step."""
+
+    __slots__ = ("copies", "grads", "group", "keys", "lists", "missing", "params", "sources")
+
+    def __init__(self, optimizer: Any, group: dict[str, Any]) -> None:
+        self.group = group
+        self.keys: tuple[str, ...] = optimizer.state_keys(group)
+        self.params, self.sources, self.copies = optimizer.linked(group)
+        self.grads = _grads_of(optimizer.layout.grad_name, self.sources)
+        self.missing = list(map(operator.is_, self.grads, repeat(None)))
+        # What has to stay the same for buckets to stay.
+        is_own = self.sources is self.params
+        self.lists = (self.params,) if is_own else (self.params, self.sources, self.copies)
+
+    def check(self, optimizer: Any) -> None:
+        """Raise unless everything can be used."""
+        chosen = [i for i, is_missing in enumerate(self.missing) if not is_missing]
+        lists = (self.params, self.sources, self.grads)
+        params, sources, grads = ([one[i] for i in chosen] for one in lists)
+        layout, where = optimizer.layout, f"{optimizer.layout.optimizer}.step"
+        check_gradients(where, sources, grads, layout.any_grad_dtype)
+        check_dense(where, params)
+        states = [optimizer.state.get(p, {}) for p in params]
+        states = [{key: state[key] for key in optimizer.keys_in(state)} for state in states]
+        check_states(where, params, states, (*self.keys, MASTER))
 
 
 def _grads_of(name: str, params: list[Tensor]) -> list[Tensor | None]:
@@ -139,9 +153,9 @@ def _grads_of(name: str, params: list[Tensor]) -> list[Tensor | None]:
         return [getattr(param, name, None) for param in params]
 
 
-def _has_other_master(optimizer: Any, bucket: Bucket) -> bool:
+def _differ_in_dtype(buckets: list[Bucket]) -> bool:
     """Whether parameters of another dtype than before need a master now, or none any longer."""
-    return optimizer.keeps_masters and any(p.dtype != bucket.dtype for p in bucket.params)
+    return any(p.dtype != bucket.dtype for bucket in buckets for p in bucket.params)
 
 
 def _differ_in_shape(buckets: list[Bucket]) -> bool:
@@ -149,28 +163,31 @@ def _differ_in_shape(buckets: list[Bucket]) -> bool:
     return any(
         list(map(_shape_of, bucket.grads)) != list(map(_shape_of, bucket.params))
         for bucket in buckets
-        if bucket.layout.any_grad_dtype
     )
+
+
+def _chosen(tensors: list[Any], indices: list[int]) -> list[Any]:
+    return tensors if len(indices) >= len(tensors) else [tensors[i] for i in indices]
 
 
 class _GroupBuckets:
     """The buckets of one group for one pattern of present gradients."""
 
-    def __init__(self, group: dict[str, Any], missing: list[bool]) -> None:
-        self._group = group
-        self._params = list(group["params"])
-        self._missing = missing
+    def __init__(self, wanted: _Wanted) -> None:
+        self._group, self._keys, self._missing = wanted.group, wanted.keys, wanted.missing
+        self._lists = tuple(map(list, wanted.lists))
         self._indices: list[list[int]] = []
         self._entries: list[Entries] = []
         self.buckets: list[Bucket] = []
 
-    def fits(self, group: dict[str, Any], missing: list[bool]) -> bool:
+    def fits(self, wanted: _Wanted) -> bool:
         """Whether no parameter of these buckets and no pattern of gradients has changed."""
         return (
-            group is self._group
-            and missing == self._missing
-            and len(group["params"]) == len(self._params)
-            and all(map(operator.is_, group["params"], self._params))
+            self._group is wanted.group
+            and self._keys == wanted.keys
+            and self._missing == wanted.missing
+            and len(self._lists) == len(wanted.lists)
+            and all(map(are_same, self._lists, wanted.lists))
         )
 
     def hand_over(self, values: list[Any], grads: list[Tensor | None]) -> bool:
@@ -179,53 +196,57 @@ class _GroupBuckets:
         Args:
             values: see :meth:`Entries.of`.
         """
+        fits = True
         for bucket, indices, entries in zip(
             self.buckets, self._indices, self._entries, strict=True
         ):
-            bucket.grads = grads if len(indices) == len(grads) else [grads[i] for i in indices]
-            bucket.states = entries.of(values)
-            bucket.has_run = False
-        return all(bucket.has_own_states() for bucket in self.buckets)
+            fits &= bucket.take(_chosen(grads, indices), entries.of(values))
+        return fits
 
     def is_outdated(self) -> bool:
-        try:
-            return not all(bucket.is_as_remembered() for bucket in self.buckets)
-        except KeyError:  # a moment is gone
-            return True
+        return not all(bucket.is_as_remembered() for bucket in self.buckets)
 
     def make(
         self,
         bucket_class: type[Bucket],
         optimizer: Any,
-        grads: list[Tensor | None],
+        wanted: _Wanted,
         started: list[tuple[Tensor, dict[str, Any] | None]],
     ) -> None:
         """Make the buckets, and states where they are missing; add to ``started`` what was."""
+        layout, states = optimizer.layout, optimizer.state
         chosen: dict[tuple, list[int]] = {}
-        any_dtype = optimizer.layout.any_grad_dtype
-        for index, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
+        for index, (param, grad) in enumerate(zip(wanted.params, wanted.grads, strict=True)):
             if grad is None:
                 continue
-            before = optimizer.state.get(param)
+            before = states.get(param)
             started.append((param, dict(before) if before else None))
-            count = optimizer.init_state(self._group, param)
-            optimizer.conform_state(param)
-            has_master = MASTER in optimizer.state[param]
+            count = optimizer.init_state(wanted.group, param)
+            optimizer.conform_state(wanted.group, param)
+            copy = wanted.copies[index] if wanted.copies else None
             kind = (
                 param.device,
                 param.dtype,
-                placement_of(param),
-                grad.dtype if any_dtype else None,
+                placement_of(wanted.sources[index]),
+                grad.dtype,
+                None if copy is None else copy.dtype,
+                MASTER in states.get(param, ()),
             )
-            chosen.setdefault((*kind, has_master, count), []).append(index)
+            chosen.setdefault((*kind, count), []).append(index)
         for (device, *_, count), indices in chosen.items():
-            params = [self._params[i] for i in indices]
-            states = [optimizer.state[p] for p in params]
-            shared = _step_tensor(optimizer.capturable, count, device)
-            for state in states:
-                state["step"] = shared
+            params = list(_chosen(wanted.params, indices))
+            is_own = wanted.sources is wanted.params
+            sources = params if is_own else _chosen(wanted.sources, indices)
+            copies = _chosen(wanted.copies, indices)
+            if copies and copies[0] is None:
+                copies = []
+            members = Members(params, sources, copies, [states.get(p) for p in params])
+            if layout.counts_steps:
+                shared = _step_tensor(optimizer.capturable, count, device)
+                for state in members.states:
+                    state["step"] = shared
             self._indices.append(indices)
-            self.buckets.append(bucket_class(optimizer.layout, self._group, params, states))
+            self.buckets.append(bucket_class(layout, wanted.group, wanted.keys, members, count))
 
     def find(self, order: StateOrder) -> None:
         """Find the entries of the state."""
@@ -244,6 +265,5 @@ class _GroupBuckets:
 def _step_tensor(capturable: bool, count: int, device: torch.device) -> Tensor:
     if capturable:
         return torch.tensor([count], dtype=torch.int32, device=device)
-    return torch.tensor(
-        float(count), dtype=torch.float32, device="cpu"
-    )  # as torch.optim keeps it, on the CPU
+    # As torch.optim keeps it, on the CPU.
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu")

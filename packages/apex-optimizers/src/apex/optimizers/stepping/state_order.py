@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
+
+
+def are_same(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether both consist of the very same objects, in one order."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 class StateOrder:
@@ -22,7 +27,7 @@ class StateOrder:
 
     def update(self, state: dict[Any, Any]) -> bool:
         """Remember the order; return whether it is the remembered one."""
-        if len(state) == len(self._keys) and all(map(operator.is_, state, self._keys)):
+        if are_same(state, self._keys):
             return True
         self._keys = list(state)
         self._positions = dict(zip(map(id, self._keys), itertools.count()))

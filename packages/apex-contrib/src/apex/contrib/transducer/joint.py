@@ -1,0 +1,197 @@
+"""The joint of transducers: encodings of frames and of labels, added for every pair of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._shared.native.formula import Formula
+from .._shared.native.operands import check_floating, exact, is_dtensor
+from .cells import check_devices, check_lengths
+from .transducer_joint import ops, plain
+
+_joint = Formula(
+    "TransducerJoint",
+    ops.transducer_joint_forward,
+    ops.transducer_joint_backward,
+    plain.transducer_joint,
+    saves=(
+        *("h", "f", "g", "f_len", "g_len", "keep"),
+        *("batch_offset", "packed_batch", "relu", "scale"),
+    ),
+    grads=("f", "g"),
+    rows={"f": 2, "g": 2, "f_len": 0, "g_len": 0, "keep": 3},
+)
+decompositions = _joint.decompositions
+
+
+class TransducerJoint(nn.Module):
+    r"""Sum of the encodings of a frame and of a label, for every pair of them.
+
+    .. math:: h_{tu} = \mathrm{dropout}(\mathrm{relu}(f_t + g_u))
+
+    Args:
+        pack_output: leave out the cells that are outside of the samples' lengths.
+        relu: set negative sums to 0.
+        dropout: in training, set elements to 0 with the probability ``dropout_prob``, and multiply
+            the others by ``1 / (1 - dropout_prob)``.
+        opt, fwd_tile_size: have no effect; the kernels choose.
+        dropout_prob: in ``[0, 1)``.
+        probe_mask: keep the list ``mask_probe``, to which each call with ``relu`` or with dropout
+            adds its mask: bool, shaped as the result, True where a gradient passes.
+
+    Raises:
+        ValueError: ``dropout_prob`` is out of range.
+
+    Source:
+        Graves 2012, "Sequence transduction with recurrent neural networks",
+        https://arxiv.org/abs/1211.3711; Apex's class of this name.
+
+    Example:
+        >>> f, g = torch.randn(2, 5, 16), torch.randn(2, 4, 16)  # 5 frames; 3 labels and one
+        >>> lengths = torch.tensor([5, 4]), torch.tensor([4, 3])
+        >>> TransducerJoint(relu=True)(f, g, *lengths).shape
+        torch.Size([2, 5, 4, 16])
+    """
+
+    def __init__(
+        self,
+        pack_output: bool = False,
+        relu: bool = False,
+        dropout: bool = False,
+        opt: int = 1,
+        fwd_tile_size: int = 4,
+        dropout_prob: float = 0,
+        probe_mask: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_probability(dropout_prob)
+        self.pack_output, self.relu, self.dropout = pack_output, relu, dropout
+        self.opt, self.fwd_tile_size, self.dropout_prob = opt, fwd_tile_size, dropout_prob
+        self.mask_probe: list[Tensor] | None = [] if probe_mask and (relu or dropout) else None
+
+    def forward(
+        self,
+        f: Tensor,
+        g: Tensor,
+        f_len: Tensor,
+        g_len: Tensor,
+        batch_offset: Tensor | None = None,
+        packed_batch: int = 0,
+    ) -> Tensor:
+        """Return the sums.
+
+        Args:
+            f: ``[B, T, H]``, float64, float32, float16 or bfloat16; any layout.
+            g: ``[B, U, H]``, of the same dtype.
+            f_len, g_len: ``[B]`` int32 or int64, how many rows of ``f`` and of ``g`` a sample has.
+            batch_offset: with ``pack_output``, ``[B]``: ``cumsum(f_len * g_len)``.
+            packed_batch: with ``pack_output``: its last number, or more.
+
+        Returns:
+            ``[B, T, U, H]``; packed ``[packed_batch, H]``, samples behind each other, each as
+            ``[f_len, g_len, H]``. Cells outside have -1, as in Apex, and no gradient. Gradients are
+            added up in float32 at least (float64 for float64), always in the same order.
+
+        Raises:
+            TypeError: a dtype is not one of those above, or f's and g's differ.
+            ValueError: shapes or devices do not fit, or ``pack_output`` lacks ``batch_offset`` or
+                ``packed_batch``.
+            RuntimeError: lengths do not fit; on a CPU. On a GPU, where the check would wait for the
+                device, such a sample is outside.
+        """
+        return TransducerJointFunc.apply(
+            f,
+            g,
+            f_len,
+            g_len,
+            self.pack_output,
+            self.relu,
+            self.dropout and self.training,
+            batch_offset,
+            packed_batch,
+            self.opt,
+            self.fwd_tile_size,
+            self.dropout_prob,
+            self.mask_probe,
+        )
+
+
+class TransducerJointFunc:
+    """Apex's class of :class:`TransducerJoint`; ``apply`` takes its arguments in Apex's order."""
+
+    @staticmethod
+    def apply(
+        f: Tensor,
+        g: Tensor,
+        f_len: Tensor,
+        g_len: Tensor,
+        pack_output: bool,
+        relu: bool,
+        dropout: bool,
+        batch_offset: Tensor | None,
+        packed_batch: int,
+        opt: int = 1,
+        fwd_tile_size: int = 4,
+        dropout_prob: float = 0,
+        mask_probe: list | None = None,
+    ) -> Tensor:
+        """See :meth:`TransducerJoint.forward`."""
+        _check_probability(dropout_prob)
+        packed = (batch_offset, packed_batch) if pack_output else None
+        numbers, ends, rows = _checked(f, g, f_len, g_len, packed)
+        keep = None
+        if dropout:
+            shape = (rows, f.shape[2]) if pack_output else (*f.shape[:2], *g.shape[1:])
+            keep = torch.rand(shape, device=f.device) >= dropout_prob
+        scale = 1 / (1 - dropout_prob) if dropout else 1.0
+        h = _joint(exact(f), exact(g), *numbers, keep, ends, rows, bool(relu), scale)
+        if mask_probe is not None and (relu or dropout):
+            mask_probe.append(h.detach() > 0 if relu else keep)
+        return h
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
+        return TransducerJointFunc.apply(*arguments)
+
+
+def _check_probability(probability: float) -> None:
+    if not 0 <= probability < 1:
+        raise ValueError(f"TransducerJoint: dropout_prob must be in [0, 1), got {probability}.")
+
+
+def _checked(
+    f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, packed: tuple[Tensor | None, int] | None
+) -> tuple[list[Tensor], Tensor | None, int]:
+    """Lengths, offsets and rows as the operators take them; raises for what they do not take."""
+    name = "TransducerJoint"
+    check_floating(name, "f", f)
+    check_floating(name, "g", g)
+    if f.dtype != g.dtype:
+        raise TypeError(f"{name}: g is {g.dtype}, but f is {f.dtype}; cast one.")
+    if f.dim() != 3:
+        raise ValueError(f"{name}: f must have shape [B, T, H], got {list(f.shape)}.")
+    if g.dim() != 3 or g.shape[::2] != f.shape[::2]:
+        raise ValueError(
+            f"{name}: g must have shape [{f.shape[0]}, U, {f.shape[2]}], for f {list(f.shape)}, "
+            f"got {list(g.shape)}."
+        )
+    check_lengths(name, "f_len", f_len, len(f))
+    check_lengths(name, "g_len", g_len, len(f))
+    ends, rows = packed or (None, 0)
+    if packed:
+        if ends is None or rows < 0:
+            raise ValueError(
+                f"{name}: pack_output=True needs batch_offset, torch.cumsum(f_len * g_len, 0), and "
+                f"packed_batch, its last number; got {ends} and {rows}."
+            )
+        check_lengths(name, "batch_offset", ends, len(f))
+        if is_dtensor(f):
+            raise TypeError(f"{name}: pack_output=True takes no DTensor; give f.full_tensor().")
+    given = {"f_len": f_len, "g_len": g_len, "batch_offset": ends}
+    check_devices(name, "f", f.device, g=g, **given)
+    f_len, g_len, ends = (None if t is None else exact(t, torch.int64) for t in given.values())
+    return [f_len, g_len], ends, int(rows)

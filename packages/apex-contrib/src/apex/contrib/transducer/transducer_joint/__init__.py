@@ -1,0 +1,1 @@
+"""The operators of the joint of transducers, and their formula."""

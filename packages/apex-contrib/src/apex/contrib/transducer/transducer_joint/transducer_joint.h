@@ -1,0 +1,104 @@
+// The joint of transducers: h(t, u) = dropout(relu(f(t) + g(u))), for the cells of every sample,
+// and its gradients, which add up cells of one frame or of one label.
+#pragma once
+
+#include "apex/core/cells.h"
+#include "apex/core/types.h"
+
+namespace apex::contrib {
+inline namespace APEX_BACKEND_NS {
+
+template <class S>
+struct TransducerJointForward {
+  using value_type = compute_t<S>;
+  using T = value_type;
+
+  Cells cells;
+  const S* f;           // [batch, frames, columns]
+  const S* g;           // [batch, width, columns]
+  const uint8_t* keep;  // [rows, columns], or null: all are kept
+  S* h;                 // [rows, columns]
+  T lowest;             // 0 with ReLU, else -inf
+  T scale;              // 1 / (1 - p)
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    const Cells::Cell cell = cells.cell(row.index());
+    if (!cell.is_inside) return row.each([](T& h) { h = T(-1); }, row.out(h));
+    const int64_t columns = row.columns();
+    auto of_f = row.from(f + (cell.batch * cells.frames + cell.t) * columns);
+    auto of_g = row.from(g + (cell.batch * cells.width + cell.u) * columns);
+    const T low = lowest, by = scale;
+    if (keep == nullptr) {
+      return row.each(
+          [=](T& h, T f, T g) {
+            const T sum = f + g;
+            h = sum < low ? low : sum;  // NaN stays
+          },
+          row.out(h), of_f, of_g);
+    }
+    row.each(
+        [=](T& h, T f, T g, T keep) {
+          const T sum = f + g;
+          const T kept = (sum < low ? low : sum) * by;
+          h = keep != T(0) ? kept : T(0);
+        },
+        row.out(h), of_f, of_g, row.in(keep));
+  }
+};
+
+// Sums over the cells of a frame (of_f) or of a label.
+template <class S>
+struct TransducerJointBackward {
+  using value_type = compute_t<S>;
+  using storage_type = S;
+  using T = value_type;
+  static constexpr int kSums = 1;
+
+  const S* dh;          // [rows, columns]
+  const S* h;           // with ReLU: its gradient is 0 where this is 0; else null
+  const uint8_t* keep;  // where h is null: [rows, columns], or null
+  S* gradient;          // [segments, columns]
+  T scale;
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    if (h != nullptr) {
+      row.template accumulate<1>(
+          [](Array<T, 1>& sums, T dh, T h) { sums[0] += h > T(0) ? dh : T(0); }, row.in(dh),
+          row.in(h));
+    } else if (keep != nullptr) {
+      row.template accumulate<1>(
+          [](Array<T, 1>& sums, T dh, T keep) { sums[0] += keep != T(0) ? dh : T(0); }, row.in(dh),
+          row.in(keep));
+    } else {
+      row.template accumulate<1>([](Array<T, 1>& sums, T dh) { sums[0] += dh; }, row.in(dh));
+    }
+  }
+
+  template <class R, class Sums>
+  APEX_HD void finish(R& row, const Sums& sums) const {
+    const T by = scale;
+    row.each([=](T& gradient, T sum) { gradient = sum * by; }, row.out(gradient), sums[0]);
+  }
+};
+
+// Which row of f's or g's gradient a row of cells is added to.
+struct FrameOfRow {
+  Cells cells;
+  APEX_HD int64_t operator()(int64_t row) const {
+    const Cells::Cell cell = cells.cell(row);
+    return cell.is_inside ? cell.batch * cells.frames + cell.t : -1;
+  }
+};
+
+struct LabelOfRow {
+  Cells cells;
+  APEX_HD int64_t operator()(int64_t row) const {
+    const Cells::Cell cell = cells.cell(row);
+    return cell.is_inside ? cell.batch * cells.width + cell.u : -1;
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::contrib

@@ -1,0 +1,1 @@
+"""The operators of the loss of transducers, and their formula."""

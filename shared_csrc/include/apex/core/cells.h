@@ -1,0 +1,61 @@
+// Cells (t, u) of samples of different lengths, among the rows of a matrix.
+#pragma once
+
+#include "apex/core/divide.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Rows are [batch, frames, width], or packed: one sample behind the other, each with its own
+// numbers of frames and columns.
+struct Cells {
+  const int64_t* f_len;  // [batch], frames of each sample
+  const int64_t* u_len;  // [batch], columns of each sample, less `more`
+  int64_t more;
+  const int64_t* ends;  // [batch] of packed rows: where a sample's end; else null
+  int64_t batch, rows, frames, width;
+
+  struct Sample {
+    int64_t start, stride, frames, width;  // the row of cell (t, u) is start + t * stride + u
+    bool is_valid;                         // whether all of that is inside the rows
+  };
+
+  struct Cell {
+    int64_t batch, t, u;
+    Sample sample;
+    bool is_inside;
+  };
+
+  APEX_HD Sample sample(int64_t b) const {
+    const int64_t f = f_len[b], columns = u_len[b] + more;
+    const bool fits = f >= 0 && f <= frames && columns >= more && columns <= width;
+    if (!fits) return {0, 0, 0, 0, false};
+    if (ends == nullptr) return {b * frames * width, width, f, columns, true};
+    const int64_t start = ends[b] - f * columns;
+    return {start, columns, f, columns, start >= 0 && ends[b] <= rows};
+  }
+
+  APEX_HD Cell cell(int64_t row) const {
+    int64_t b = 0, t = 0, u = 0;
+    if (ends == nullptr) {
+      b = divide(divide(row, width, u), frames, t);
+    } else {
+      for (int64_t end = batch; b < end;) {  // the first sample that ends behind the row
+        const int64_t middle = (b + end) / 2;
+        if (ends[middle] <= row) {
+          b = middle + 1;
+        } else {
+          end = middle;
+        }
+      }
+      if (b == batch) return {};
+    }
+    const Sample s = sample(b);
+    if (!s.is_valid || row < s.start) return {};
+    if (ends != nullptr) t = divide(row - s.start, s.stride, u);
+    return {b, t, u, s, t < s.frames && u < s.width};
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
