@@ -35,7 +35,10 @@ def make(shapes, device, *dtypes):
 
 
 def norm_of(order, grads):
-    return torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]), order)
+    x = torch.cat([g.flatten() for g in grads]).abs()
+    if order == 2:  # vector_norm adds up less exactly
+        return x.square().sum().sqrt()
+    return x.sum() if order == 1 else torch.linalg.vector_norm(x, order)
 
 
 def truth(grads, max_norm, order):
@@ -59,7 +62,7 @@ def check(grads, max_norm, order):
         eps = torch.finfo(grad.dtype).eps
         tiny = torch.finfo(grad.dtype).smallest_normal * eps  # the last place of subnormals
         torch.testing.assert_close(
-            parameter.grad.double().cpu(), want, rtol=max(eps, 1e-12), atol=tiny
+            parameter.grad.double().cpu(), want, rtol=max(eps, rtol), atol=tiny
         )
     return norm
 
