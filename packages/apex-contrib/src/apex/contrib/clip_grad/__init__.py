@@ -1,4 +1,4 @@
-"""Clipping of gradients: :func:`clip_grad_norm_`."""
+"""Clipping of gradients by their total norm, in two passes over memory."""
 
 from .clip_grad import clip_grad_norm_
 

@@ -1,58 +1,63 @@
-// Registers norm_of_list and scale_list_: checks, types and launch; the mathematics is in
-// clip_grad.h, apex/math/l2norm.h and apex/math/maxnorm.h.
-#include "clip_grad.h"
+// Registers clip_grad_total_norm and clip_grad_: checks, types and launch.
+#include <cmath>
 
 #include "apex/engine/foreach.h"
 #include "apex/engine/foreach_reduce.h"
+#include "apex/math/l1norm.h"
 #include "apex/math/l2norm.h"
 #include "apex/math/maxnorm.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
 #include "apex/torch/tensor_table.h"
+#include "clip.h"
 
-namespace apex::contrib {
+namespace apex::clip_grad {
 inline namespace APEX_BACKEND_NS {
 namespace {
 
-Tensor norm_of_list(const TensorList& tensors, bool largest) {
-  const char* op = "norm_of_list";
-  check(!tensors.empty(), op, ": tensors must hold at least one tensor, got none.");
-  TensorTable table = make_table(op, {{"tensors", tensors}});
-  const Tensor& like = tensors[0];
+Tensor clip_grad_total_norm(const TensorList& grads, double norm_type) {
+  const char* op = "clip_grad_total_norm";
+  check(!grads.empty(), op, ": grads must hold at least one tensor, got none.");
+  bool is_max = std::isinf(norm_type) && norm_type > 0;
+  check(is_max || norm_type == 1 || norm_type == 2, op, ": norm_type must be 1, 2 or inf, got ",
+        norm_type, ".");
+  TensorTable table = make_table(op, {{"grads", grads}}, Empty::kKeep);
+  const Tensor& like = grads[0];
   Context context(like);
-  Tensor norm = empty(like, {}, statistics_dtype(like));
+  Tensor norm = empty(like, {1}, ScalarType::Double);
+  double* total = data<double>(norm, "norm");
   dispatch_floating(op, like.scalar_type(), [&]<class S>() {
     using T = compute_t<S>;
-    T* total = data<T>(norm, "norm");
-    if (largest) {
-      foreach_reduce<S>(context, table, MaxNorm<T>{}, static_cast<T*>(nullptr), total);
+    double* per_tensor = nullptr;
+    if (is_max) {
+      foreach_reduce<S>(context, table, MaxNorm<T>{}, per_tensor, total);
+    } else if (norm_type == 1) {
+      foreach_reduce<S>(context, table, L1Norm<T>{}, per_tensor, total);
     } else {
-      foreach_reduce<S>(context, table, L2Norm<T>{nullptr}, static_cast<T*>(nullptr), total);
+      foreach_reduce<S>(context, table, L2Norm<T>{nullptr}, per_tensor, total);
     }
   });
   return norm;
 }
 
-void scale_list_(const TensorList& tensors, const Tensor& factor) {
-  const char* op = "scale_list_";
-  TensorTable table = make_table(op, {{"tensors", tensors, Use::kWritten}});
-  if (tensors.empty()) return;
-  const Tensor& like = tensors[0];
-  dispatch_floating(op, like.scalar_type(), [&]<class S>() {
-    using T = compute_t<S>;
-    const T* number = number_near<T>(op, "factor", factor, like);
-    Context context(like);
-    foreach<InOut<S>>(context, table, ScaleByNumber<T>{number});
+void clip_grad_(const TensorList& grads, const Tensor& norm, double max_norm) {
+  const char* op = "clip_grad_";
+  TensorTable table = make_table(op, {{"grads", grads, Use::kWritten}});
+  if (grads.empty()) return;
+  const double* number = number_near<double>(op, "norm", norm, grads[0]);
+  Context context(grads[0]);
+  dispatch_floating(op, grads[0].scalar_type(), [&]<class S>() {
+    foreach<InOut<S>>(context, table, ClipByNorm<compute_t<S>>{number, max_norm});
   });
 }
 
 }  // namespace
 
 APEX_KERNELS(apex_contrib, m) {
-  m.impl("norm_of_list", TORCH_BOX(&norm_of_list));
-  m.impl("scale_list_", TORCH_BOX(&scale_list_));
+  m.impl("clip_grad_total_norm", TORCH_BOX(&clip_grad_total_norm));
+  m.impl("clip_grad_", TORCH_BOX(&clip_grad_));
 }
 
 }  // namespace APEX_BACKEND_NS
-}  // namespace apex::contrib
+}  // namespace apex::clip_grad

@@ -1,18 +1,22 @@
-"""Gradients clipped by their common norm, in two launches for each dtype and device."""
+"""clip_grad_norm_: torch's function, with one pass for the norm and one for the scaling."""
 
 from __future__ import annotations
 
+import types
+import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from .._shared.native.writes import call_counted
-from . import ops
+from .ops import clip_grad_, clip_grad_total_norm
 
 __all__ = ["clip_grad_norm_"]
 
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_TYPES = {Tensor, torch.nn.Parameter}
+_ORDERS = (1.0, 2.0, float("inf"))
 
 
 @torch.no_grad()
@@ -22,93 +26,87 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    r"""Scale gradients in place so that the norm of all of them together is at most ``max_norm``.
+    """Scale gradients in place so that their total norm is at most ``max_norm``.
 
-    .. math:: g \leftarrow g \cdot \min(1, \mathrm{max\_norm} / (\lVert g \rVert + 10^{-6}))
+    The norm is that of all gradients as one vector. Each is multiplied by
+    ``max_norm / (norm + 1e-6)`` where that is below 1.
 
     Args:
-        parameters: a tensor or several; those without a gradient are left out.
-        max_norm: the largest norm.
-        norm_type: 2 and inf run the kernels; any other p is computed by torch.
-        error_if_nonfinite: raise if the norm is inf or NaN, which waits for the device.
+        parameters: a tensor or an iterable of tensors. Those without a gradient are ignored.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the order of the norm, ``inf`` for the largest absolute value. Kernels compute
+            the orders 1, 2 and infinity, and torch all others.
+        error_if_nonfinite: raise where the norm is inf or NaN; this waits for the device.
 
     Returns:
-        The norm before scaling, on the device of the first gradient: float32, or float64 if a
-        gradient is float64; 0 without gradients.
+        The norm before clipping, without dimensions, on the device of the first gradient: float32,
+        float64 where a gradient is float64. Without gradients it is ``tensor(0.)``. Where torch
+        computes, dtype and type (a DTensor, say) are torch's.
 
-    Gradients may be of any dtypes and on any devices. ``torch.nn.utils.clip_grad_norm_`` computes
-    sparse gradients, DTensors, complex numbers, gradients that require gradients, and a gradient
-    that is given twice.
+    Kernels take float64, float32, float16 and bfloat16 on CPUs and GPUs, several dtypes and devices
+    at once. torch's function answers for DTensors and other subclasses, sparse and complex
+    gradients, gradients with gaps in memory, and tensors that the list holds twice.
 
     Raises:
-        RuntimeError: ``error_if_nonfinite`` and the norm is not finite; nothing is scaled then. Or
-            there are no kernels for a device, and none can be built.
-
-    Source:
-        Pascanu et al. 2013, https://arxiv.org/abs/1211.5063; torch's function of this name.
-
-    Example:
-        >>> linear = torch.nn.Linear(4, 4)
-        >>> linear(torch.ones(2, 4)).sum().backward()
-        >>> norm = clip_grad_norm_(linear.parameters(), max_norm=1.0)
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; no gradient changes.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    else:
+        is_generator = isinstance(parameters, types.GeneratorType)
+        parameters = list(parameters)
+        if is_generator and not parameters:
+            warnings.warn(
+                "clip_grad_norm_: `parameters` is an empty generator, so nothing is clipped. "
+                "Pass a list if it was read before.",
+                stacklevel=3,  # past the wrapper of no_grad
+            )
     grads = [p.grad for p in parameters if p.grad is not None]
-    max_norm, norm_type = float(max_norm), float(norm_type)
     if not grads:
         return torch.tensor(0.0)
-    if norm_type not in (2.0, torch.inf) or not _are_plain(grads):
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if norm_type not in _ORDERS or not _suit_kernels(grads):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    strided = []  # has gaps, so that the kernels cannot walk it
-    for grad in grads:
-        if grad.is_contiguous() or _is_dense(grad):
-            groups.setdefault((grad.device, grad.dtype), []).append(grad)
-        else:
-            strided.append(grad)
-    norms = [ops.norm_of_list(group, norm_type != 2.0) for group in groups.values()]
-    norms += [_norm(grad, norm_type) for grad in strided]
+
+    groups = _grouped(grads)
+    device = grads[0].device
+    norms = [clip_grad_total_norm(group, norm_type) for group in groups]
     total = norms[0]
     if len(norms) > 1:
-        dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-        each = [norm.to(grads[0].device, dtype) for norm in norms]
-        total = torch.linalg.vector_norm(torch.stack(each), norm_type)
-    if error_if_nonfinite and not total.isfinite():
+        stacked = torch.cat([norm.to(device) for norm in norms])
+        total = torch.linalg.vector_norm(stacked, norm_type).reshape(1)
+    has_double = any(group[0].dtype == torch.float64 for group in groups)
+    result = total[0] if has_double else total[0].float()
+    if error_if_nonfinite and not torch.isfinite(result):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
-            "so it cannot be clipped. To disable this error and scale the gradients by the "
-            "non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"clip_grad_norm_: the total norm of order {norm_type} is {result.item()}, expected a "
+            "finite number. Look for the gradient that is inf or NaN, or pass "
+            "error_if_nonfinite=False to scale by it anyway. No gradient was changed."
         )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for (device, dtype), group in groups.items():
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        call_counted(ops.scale_list_, group, factor.to(device, wide))
-    for grad in strided:
-        grad.mul_(factor.to(grad.device))
-    return total
+    for group in groups:
+        call_counted(clip_grad_, group, total.to(group[0].device), max_norm)
+    return result
 
 
-def _are_plain(grads: list[Tensor]) -> bool:
-    """Whether all are what the kernels know, and each is there once."""
-    return len(set(map(id, grads))) == len(grads) and all(
-        type(grad) is Tensor
-        and grad.layout == torch.strided
-        and grad.dtype in _FLOATS
-        and not grad.requires_grad
-        for grad in grads
+def _suit_kernels(grads: list[Tensor]) -> bool:
+    return (
+        {type(grad) for grad in grads} <= _TYPES
+        and {grad.dtype for grad in grads} <= _DTYPES
+        and {grad.layout for grad in grads} == {torch.strided}
+        and all(device.type in ("cpu", "cuda") for device in {grad.device for grad in grads})
+        and len({id(grad) for grad in grads}) == len(grads)
+        and all(grad.is_contiguous() or _is_dense(grad) for grad in grads)
     )
 
 
-def _is_dense(grad: Tensor) -> bool:
-    """Whether the memory between the first and the last element is all its own."""
-    end = 1
-    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
-        if size != 1 and stride != end:
-            return False
-        end *= size
-    return True
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has no gaps or overlaps: empty_like keeps the strides of no other."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def _norm(grad: Tensor, norm_type: float) -> Tensor:
-    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+def _grouped(grads: list[Tensor]) -> list[list[Tensor]]:
+    """The gradients by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(groups.values())
