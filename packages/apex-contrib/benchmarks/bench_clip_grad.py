@@ -19,20 +19,21 @@ def run(tensors: int, elements: int, dtype: torch.dtype, device: str) -> None:
     for parameter in parameters:
         parameter.data = torch.zeros(elements, device=device, dtype=dtype)
         parameter.grad = torch.randn(elements, device=device).to(dtype)
-    norm = clip_grad_norm_(parameters, 1e30).item()
     size = tensors * elements * dtype.itemsize
-    # Just above the norm's rounding error, so that repeated calls do not shrink the gradients.
-    for name, max_norm, passes in (("clipped", norm * 0.9999, 3), ("in bounds", norm * 2, 1)):
 
-        def step(function, max_norm=max_norm):
+    def torchs(parameters, max_norm):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+
+    for name, factor, passes in (("clipped", 1 - 1e-5, 3), ("in bounds", 1, 1)):
+        bound = clip_grad_norm_(parameters, 1e30).item() * (1 if factor < 1 else 2)
+
+        def step(function, factor=factor):
             def call():
-                parameters[0].grad.mul_(1)
-                return function(parameters, max_norm)
+                nonlocal bound
+                bound *= factor  # a bound that stays would clip once, and never again
+                return function(parameters, bound)
 
             return call
-
-        def torchs(parameters, max_norm):
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
 
         compare(
             f"clip_grad_norm_ {name}",
