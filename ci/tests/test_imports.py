@@ -24,6 +24,7 @@ MODULES = {
     "import apex.contrib": 2,
     "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": 17,
     "from apex.contrib.index_mul_2d import index_mul_2d": 17,
+    "from apex.contrib.clip_grad import clip_grad_norm_": 17,
     "from apex.contrib.focal_loss import focal_loss": 17,
     "from apex.contrib.transducer import TransducerLoss": 25,
 }

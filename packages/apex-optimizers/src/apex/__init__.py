@@ -34,7 +34,7 @@ _WHEELS = {
         (
             *("apex.contrib", "apex.contrib.xentropy", "xentropy_cuda"),
             *("apex.fused_bias_swiglu", "fused_bias_swiglu"),
-            *("apex.contrib.index_mul_2d", "fused_index_mul_2d"),
+            *("apex.contrib.index_mul_2d", "fused_index_mul_2d", "apex.contrib.clip_grad"),
             *("apex.contrib.transducer", "transducer_joint_cuda", "transducer_loss_cuda"),
             *("apex.contrib.focal_loss", "focal_loss_cuda"),
         ),
@@ -57,7 +57,7 @@ _NOT_BUILT = {
     **dict.fromkeys(
         (
             *("apex.mlp", "apex.fused_dense"),
-            *("apex.contrib.bottleneck", "apex.contrib.clip_grad", "apex.contrib.conv_bias_relu"),
+            *("apex.contrib.bottleneck", "apex.contrib.conv_bias_relu"),
             *("apex.contrib.cudnn_gbn", "apex.contrib.group_norm"),
             *("apex.contrib.groupbn", "apex.contrib.layer_norm"),
             *("apex.contrib.multihead_attn", "apex.contrib.nccl_allocator"),
