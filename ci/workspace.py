@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,13 +34,15 @@ def files(*folders: str) -> list[Path]:
 
 
 def merge_sources(folder: Path) -> Path:
-    """Link the sources of all packages into a folder, where they lie as their wheels install."""
-    (folder / "apex").mkdir(parents=True)
-    for source in [*ROOT.glob("packages/*/src/*"), *ROOT.glob("packages/*/src/apex/*")]:
-        inside = source.relative_to(ROOT).parts[3:]  # below src/
-        if source.name not in ("apex", "__pycache__", "__init__.py"):
-            folder.joinpath(*inside).symlink_to(source)
-    (folder / "apex" / "__init__.py").touch()
+    """Copy the Python sources of all packages into a folder, as their wheels install them."""
+    skipped = shutil.ignore_patterns("_shared", "__pycache__", "*.h", "*.cpp")
+    for package in PACKAGES:
+        source = ROOT / "packages" / package / "src"
+        shutil.copytree(source, folder, ignore=skipped, dirs_exist_ok=True)
+        (main,) = (path.parent for path in source.glob("apex/*/_ops.py"))
+        shared = folder / main.relative_to(source) / "_shared"
+        shutil.copytree(ROOT / "shared_csrc" / "native", shared / "native", ignore=skipped)
+        shutil.copy(ROOT / "shared_csrc" / "__init__.py", shared)
     return folder
 
 
