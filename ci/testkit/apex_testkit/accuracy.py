@@ -1,7 +1,7 @@
 """The one place where a numerical tolerance is decided: as accurate as plain PyTorch, or fail."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -205,3 +205,13 @@ def _describe(value) -> str:
     if isinstance(value, (tuple, list)):
         return f"{len(value)} values"
     return repr(value)
+
+
+def assert_same_bits(call: Callable[[], Sequence[torch.Tensor]]) -> None:
+    """``call`` gives the same tensors with one, two and three threads; a fixture restores them."""
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(call())
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))

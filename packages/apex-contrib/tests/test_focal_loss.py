@@ -8,7 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from apex.contrib.focal_loss import FocalLoss, decompositions, focal_loss, ops
-from apex_testkit import FLOATS, LAYOUTS, SHAPES, assert_as_accurate_as, opcheck_samples
+from apex_testkit import (
+    FLOATS,
+    LAYOUTS,
+    SHAPES,
+    assert_as_accurate_as,
+    assert_same_bits,
+    opcheck_samples,
+)
 from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case, check_sharded
 
@@ -135,12 +142,7 @@ def test_empty(shape, device):
 
 def test_same_bits(device):
     x, targets = torch.randn(5000, 17, device=device), torch.randint(-2, 17, (5000,), device=device)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(with_gradient(rows_of, x, targets.to(device), 17)[:2])
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    assert_same_bits(lambda: with_gradient(rows_of, x, targets.to(device), 17)[:2])
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)

@@ -12,7 +12,14 @@ from apex.contrib.index_mul_2d.index_mul_2d import (
     IndexMul2dBackward_,
     index_mul_2d_backward,
 )
-from apex_testkit import FLOATS, LAYOUTS, SHAPES, assert_as_accurate_as, opcheck_samples
+from apex_testkit import (
+    FLOATS,
+    LAYOUTS,
+    SHAPES,
+    assert_as_accurate_as,
+    assert_same_bits,
+    opcheck_samples,
+)
 from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case, check_sharded
 
@@ -99,12 +106,7 @@ def test_same_bits(device):
     """Of every run and number of threads."""
     in1, in2, dy = (torch.randn(n, 16, device=device) for n in (7, 4000, 4000))
     idx1 = torch.randint(0, 7, (4000,), device=device)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(with_gradients(index_mul_2d, in1, in2, idx1, dy))
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    assert_same_bits(lambda: with_gradients(index_mul_2d, in1, in2, idx1, dy))
 
 
 def test_inf_and_nan_stay_in_their_columns(device):

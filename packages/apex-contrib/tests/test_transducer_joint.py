@@ -8,7 +8,7 @@ import torch
 from apex.contrib.transducer import TransducerJoint, decompositions
 from apex.contrib.transducer.transducer import TransducerJointFunc
 from apex.contrib.transducer.transducer_joint import ops
-from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, opcheck_samples
+from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, assert_same_bits, opcheck_samples
 from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case, check_sharded
 
@@ -185,12 +185,7 @@ def test_many_rows(device):
 def test_same_bits(device):
     f, g, *lengths = sizes(4, 30, 20, 33, device, torch.float32)
     seed = torch.randn(4, 30, 20, 33, device=device)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(with_gradients(lambda f, g: relu_joint(f, g, *lengths), f, g, seed))
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    assert_same_bits(lambda: with_gradients(lambda f, g: relu_joint(f, g, *lengths), f, g, seed))
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)

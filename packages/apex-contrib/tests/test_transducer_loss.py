@@ -10,7 +10,7 @@ import torch
 from apex.contrib.transducer import TransducerLoss, decompositions
 from apex.contrib.transducer.transducer import TransducerLossFunc
 from apex.contrib.transducer.transducer_loss import ops
-from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, opcheck_samples
+from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, assert_same_bits, opcheck_samples
 from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case, check_sharded
 
@@ -231,12 +231,7 @@ def test_many_rows(device):
 
 def test_same_bits(device):
     x, *given = sizes(4, 9, 5, 33, device, torch.float32)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(with_gradient(loss_of, x, *given))
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    assert_same_bits(lambda: with_gradient(loss_of, x, *given))
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
