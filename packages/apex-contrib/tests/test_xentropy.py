@@ -10,6 +10,7 @@ from apex_testkit import (
     FLOATS,
     LAYOUTS,
     assert_as_accurate_as,
+    assert_same_bits,
     assert_compiles,
     opcheck_samples,
 )
