@@ -10,8 +10,8 @@ from apex_testkit import (
     FLOATS,
     LAYOUTS,
     assert_as_accurate_as,
-    assert_same_bits,
     assert_compiles,
+    assert_same_bits,
     opcheck_samples,
 )
 from apex_testkit.grids import HALVES
