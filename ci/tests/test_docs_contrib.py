@@ -47,7 +47,7 @@ def test_every_argument_stands_on_the_page_with_its_default(page):
     if not (isinstance(documented, type) and issubclass(documented, torch.nn.Module)):
         documented = getattr(documented, "apply", documented)
     own = inspect.signature(documented).parameters
-    cells = re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \|", text, re.M)
+    cells = re.findall(r"^\| `(\w+)` \| `?([\w.-]+)`? \|", text, re.M)
     expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
     assert {n: default for n, default in cells if n in own} == expected
 

@@ -26,6 +26,7 @@ MODULES = {
     "from apex.contrib.index_mul_2d import index_mul_2d": 17,
     "from apex.contrib.clip_grad import clip_grad_norm_": 17,
     "from apex.contrib.focal_loss import focal_loss": 17,
+    "from apex.contrib.layer_norm import FastLayerNorm": 21,
     "from apex.contrib.transducer import TransducerLoss": 25,
 }
 LOADED = """

@@ -1,15 +1,15 @@
 // Registers the layer and RMS normalization ops: checks, types and launch; the mathematics is in
-// layer_norm.h and rms_norm.h.
+// apex/math/norm/.
 #include <tuple>
 
 #include "apex/engine/colwise.h"
 #include "apex/engine/rowwise.h"
+#include "apex/math/norm/layer_norm.h"
+#include "apex/math/norm/rms_norm.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
 #include "apex/torch/like.h"
-#include "layer_norm.h"
-#include "rms_norm.h"
 
 namespace apex::normalization {
 inline namespace APEX_BACKEND_NS {

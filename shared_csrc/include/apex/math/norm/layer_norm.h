@@ -6,7 +6,7 @@
 
 #include "apex/math/norm/layer.h"
 
-namespace apex::normalization {
+namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 // X is the input's storage type, W that of weight, bias and output.
@@ -81,4 +81,4 @@ struct LayerNormBackward {
 };
 
 }  // namespace APEX_BACKEND_NS
-}  // namespace apex::normalization
+}  // namespace apex

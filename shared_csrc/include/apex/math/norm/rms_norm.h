@@ -7,7 +7,7 @@
 
 #include "apex/math/norm/rms.h"
 
-namespace apex::normalization {
+namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 // X is the input's storage type, W that of weight and output.
@@ -77,4 +77,4 @@ struct RmsNormBackward {
 };
 
 }  // namespace APEX_BACKEND_NS
-}  // namespace apex::normalization
+}  // namespace apex

@@ -1,0 +1,1 @@
+"""The operators of fast_layer_norm, and their formula."""

@@ -1,0 +1,113 @@
+// Registers fast_layer_norm: checks, types and launch; the mathematics is in apex/math/norm/.
+#include <optional>
+#include <tuple>
+
+#include "apex/engine/colwise.h"
+#include "apex/engine/rowwise.h"
+#include "apex/math/norm/layer_norm.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/like.h"
+
+namespace apex::contrib {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// Rows [..., columns] of x's dtype, and vectors [columns].
+struct Rows {
+  int64_t rows, columns;
+};
+
+Rows rows_of(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  check_tensors(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
+  const int64_t columns = x.dim() > 0 ? x.size(x.dim() - 1) : 0;
+  check(columns > 0 && x.is_contiguous(), op,
+        ": x must be contiguous [..., columns], with columns, got ", describe(x), ".");
+  check_like(op, "weight", weight, columns, x.scalar_type(), x);
+  check_like(op, "bias", bias, columns, x.scalar_type(), x);
+  return {x.numel() / columns, columns};
+}
+
+template <class S>
+Affine<S, compute_t<S>> affine_of(const Tensor& weight, const Tensor& bias) {
+  using T = compute_t<S>;
+  return {data<S>(weight, "weight"), data<S>(bias, "bias"), ValueOr<T>(true, T(1)),
+          ValueOr<T>(true, T(0))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& weight,
+                                           const Tensor& bias, double eps) {
+  const char* op = "fast_layer_norm_forward";
+  const Rows o = rows_of(op, x, weight, bias);
+  check(eps >= 0, op, ": eps must not be negative, got ", eps, ".");
+  Tensor y = empty_like(x, x.scalar_type());
+  Tensor mean = empty(x, {o.rows}, statistics_dtype(x));
+  Tensor rstd = empty(x, {o.rows}, statistics_dtype(x));
+  Context context(x);
+  dispatch_floating(op, x.scalar_type(), [&]<class S>() {
+    using T = compute_t<S>;
+    rowwise(
+        context, o.rows, o.columns,
+        LayerNormForward<S, S>{data<S>(x, "x"), affine_of<S>(weight, bias), data<S>(y, "y"),
+                               data<T>(mean, "mean"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
+  });
+  return {y, mean, rstd};
+}
+
+// `saved` is x with its mean, or without one y, from which x is recovered.
+template <bool kFromOutput>
+std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& dy_of_any_layout,
+                                             const Tensor& saved, const Tensor& weight,
+                                             const Tensor& bias, const OptionalTensor& mean,
+                                             const Tensor& rstd, double eps, bool weight_grads) {
+  const Rows o = rows_of(op, saved, weight, bias);
+  check_tensors(op, {{"dy", dy_of_any_layout}, {"mean", mean}, {"rstd", rstd}});
+  Tensor dy = as_contiguous(dy_of_any_layout);
+  check_like(op, "dy", dy, saved.numel(), saved.scalar_type(), saved);
+  check_like(op, "rstd", rstd, o.rows, statistics_dtype(saved), saved);
+  if (mean) check_like(op, "mean", *mean, o.rows, statistics_dtype(saved), saved);
+  Tensor dx = empty_like(saved, saved.scalar_type());
+  const int64_t summed = weight_grads ? o.columns : 0;
+  Tensor dweight = empty(saved, {summed}, saved.scalar_type());
+  Tensor dbias = empty(saved, {summed}, saved.scalar_type());
+  Context context(saved);
+  dispatch_floating(op, saved.scalar_type(), [&]<class S>() {
+    using T = compute_t<S>;
+    rowwise_colwise(
+        context, o.rows, o.columns, weight_grads,
+        LayerNormBackward<S, S, kFromOutput>{
+            data<S>(dy, "dy"), data<S>(saved, "saved"), affine_of<S>(weight, bias),
+            mean ? data<T>(*mean, "mean") : nullptr, data<T>(rstd, "rstd"), data<S>(dx, "dx"),
+            data<S>(dweight, "dweight"), data<S>(dbias, "dbias"), smallest_divisor<T>(eps)});
+  });
+  return {dx, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                            const Tensor& mean, const Tensor& rstd,
+                                            bool weight_grads) {
+  return gradients<false>("fast_layer_norm_backward", dy, x, weight, weight, mean, rstd, 0,
+                          weight_grads);
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_from_output(const Tensor& dy, const Tensor& y,
+                                                        const Tensor& weight, const Tensor& bias,
+                                                        const Tensor& rstd, double eps,
+                                                        bool weight_grads) {
+  return gradients<true>("fast_layer_norm_backward_from_output", dy, y, weight, bias, {}, rstd, eps,
+                         weight_grads);
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_contrib, m) {
+  m.impl("fast_layer_norm_forward", TORCH_BOX(&forward));
+  m.impl("fast_layer_norm_backward", TORCH_BOX(&backward));
+  m.impl("fast_layer_norm_backward_from_output", TORCH_BOX(&backward_from_output));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::contrib
