@@ -27,6 +27,7 @@ MODULES = {
     "from apex.contrib.clip_grad import clip_grad_norm_": 17,
     "from apex.contrib.focal_loss import focal_loss": 17,
     "from apex.contrib.layer_norm import FastLayerNorm": 21,
+    "from apex.contrib.group_norm import GroupNorm": 22,
     "from apex.contrib.transducer import TransducerLoss": 25,
 }
 LOADED = """

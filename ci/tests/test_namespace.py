@@ -111,12 +111,12 @@ def test_every_name_of_apex_with_all_wheels(environment, source_wheels, monkeypa
 
 def test_every_form_says_it(environment, source_wheels):
     environment.install(source_wheels["apex-contrib"])
-    expected = ": apex.contrib.group_norm is not in apex-contrib "
+    expected = ": apex.contrib.groupbn is not in apex-contrib "
     for answer in environment.results(
-        "import apex.contrib.group_norm",
-        "from apex.contrib import group_norm",
-        "from apex.contrib.group_norm import GroupNorm",
-        "import importlib; importlib.import_module('apex.contrib.group_norm')",
+        "import apex.contrib.groupbn",
+        "from apex.contrib import groupbn",
+        "from apex.contrib.groupbn import BatchNorm2d_NHWC",
+        "import importlib; importlib.import_module('apex.contrib.groupbn')",
     ):
         assert answer.startswith(f"ModuleNotFoundError{expected}")
     gone = "apex.pyprof is not part of the Apex wheels. Use torch.profiler instead."

@@ -16,8 +16,9 @@ def register_vmap(op: Any, rows: Mapping[int, int | None]) -> None:
 
     Args:
         op: an operator whose results are made of rows, if ``rows`` names any argument.
-        rows: position of each argument that is made of rows, and how many dimensions its row has.
-            If it is empty, or another argument is batched, the op runs once per sample.
+        rows: position of each argument that is made of rows, and how many dimensions its row has,
+            see :func:`row_dims`. If it is empty, or another argument is batched, the op runs once
+            per sample.
     """
 
     def rule(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -39,11 +40,17 @@ def _lead(
     arguments: Sequence[Any], in_dims: Sequence[int | None], rows: Mapping[int, int | None]
 ) -> int:
     """How many dimensions come before a row's in each sample."""
-    return min(
-        arguments[i].dim() - (in_dims[i] is not None) - dims
+    sizes = {
+        i: arguments[i].dim() - (in_dims[i] is not None)
         for i, dims in rows.items()
         if dims is not None and arguments[i] is not None
-    )
+    }
+    return min(size - row_dims(size, rows[i]) for i, size in sizes.items())
+
+
+def row_dims(dims: int, of_row: int) -> int:
+    """How many dimensions a row has in a tensor of ``dims``: ``of_row``, or -1 for one less."""
+    return of_row if of_row >= 0 else dims + of_row
 
 
 def _as_rows(

@@ -34,8 +34,8 @@ class Formula:
         reference: ``forward`` in plain PyTorch, with the same arguments and results.
         saves: names of arguments and results of ``forward`` that ``backward`` takes, in its order.
         grads: names of the arguments that have gradients, in the order of the backward's results.
-        rows: name of each argument that is made of rows, and how many dimensions its row has. Every
-            result has the same dimensions before its row.
+        rows: name of each argument that is made of rows, and how many dimensions its row has; -1
+            for all but the first. Every result has the same dimensions before its row.
         shared: names of the tensors that all rows share; their gradients are sums over rows.
         outputs: how many results are the user's; the others are statistics, without gradients.
         plain_backward: ``backward`` in plain PyTorch, whose results can be differentiated; it may

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .batching import row_dims
+
 if TYPE_CHECKING:
     from .formula import Formula
 
@@ -26,8 +28,9 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
     first = next(iter(formula.rows))
     _check(formula, arguments)
     x = arguments[first]
-    mesh, lead = x.device_mesh, x.dim() - formula.rows[first]
-    placements = row_placements(x, formula.rows[first])
+    dims = row_dims(x.dim(), formula.rows[first])
+    mesh, lead = x.device_mesh, x.dim() - dims
+    placements = row_placements(x, dims)
     # Each process sees some of the rows: its gradient of what they share is a part of the sum.
     sums = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
     local = list(arguments)

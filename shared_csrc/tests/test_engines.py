@@ -15,7 +15,9 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1"
 
 
 @pytest.mark.builds
-@pytest.mark.parametrize("program", ["engines", "engines_per_tensor", "groups", "windows"])
+@pytest.mark.parametrize(
+    "program", ["engines", "engines_per_tensor", "groups", "samples", "windows"]
+)
 @pytest.mark.parametrize(
     ("level", "sanitize"),
     [*((level, False) for level in targets.supported_cpu_levels()), ("x86-64-v3", True)]

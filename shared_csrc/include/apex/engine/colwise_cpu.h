@@ -74,6 +74,23 @@ void merge_buffers(const Program& program, S* total, const P* part, int64_t stri
 template <class Program>
 inline constexpr bool kColumnsInRow = requires { requires Program::kColumnsInRow; };
 
+// Adds rows [begin, end) to `totals`, by way of `block`, which is zero before and after.
+template <bool kRows, class Program, class T, class S>
+void add_rows(Row<T>& row, int64_t begin, int64_t end, const Program& program, T* block,
+              S* totals) {
+  constexpr int N = Program::kSums;
+  const int64_t columns = row.columns(), stride = sums_stride(columns);
+  for (int64_t index = begin; index < end; ++index) {
+    row.move_to(index);
+    if constexpr (kRows) program.row(row);
+    if constexpr (!kRows || !kColumnsInRow<Program>) program.column_sums(row);
+    if ((index - begin + 1) % kRowsPerMerge<Program, T> != 0 && index + 1 != end) continue;
+    row.order_sums(N);
+    merge_buffers(program, totals, block, stride, 0, columns);
+    std::fill_n(block, N * stride, T(0));
+  }
+}
+
 template <bool kRows, class Context, class Program>
 void run_colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
@@ -89,16 +106,8 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
     auto block = zero_sums<T>(N * stride);
     for (int64_t part = first; part < last; ++part) {
       Row<T> row(rows, columns, block.get());
-      int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-      for (int64_t index = begin; index < end; ++index) {
-        row.move_to(index);
-        if constexpr (kRows) program.row(row);
-        if constexpr (!kRows || !kColumnsInRow<Program>) program.column_sums(row);
-        if ((index - begin + 1) % kRowsPerMerge<Program, T> != 0 && index + 1 != end) continue;
-        row.order_sums(N);
-        merge_buffers(program, totals_of(part), block.get(), stride, 0, columns);
-        std::fill_n(block.get(), N * stride, T(0));
-      }
+      add_rows<kRows>(row, rows * part / parts, rows * (part + 1) / parts, program, block.get(),
+                      totals_of(part));
     }
     if constexpr (kRows) finish_streams();
   });

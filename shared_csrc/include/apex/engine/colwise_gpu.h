@@ -67,13 +67,12 @@ class ColumnRow {
 template <class P>
 concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
 
-// partials: [splits, kSums, columns].
+// The sums over rows [begin, end) of the columns that a block has; partials: [kSums, columns].
 template <class Program, class T>
-__global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
+APEX_DEVICE void column_tile(int64_t begin, int64_t end, int64_t columns, int64_t column,
+                             T* partials, const Program& program) {
   constexpr int kSums = Program::kSums;
   APEX_SHARED(T, shared, [kSums][kColwiseThreadsY][kGroupLanes]);
-  int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
-  int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
   Array<T, kSums> sums{};
   if (column < columns) {
     ColumnRow<T, kSums> row(columns, column);
@@ -91,9 +90,15 @@ __global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Progra
     for (int n = 0; n < kSums; ++n) part[n] = shared[n][y][threadIdx.x];
     merge_sums(program, sums, part);
   }
-  for (int n = 0; n < kSums; ++n) {
-    partials[(blockIdx.y * static_cast<int64_t>(kSums) + n) * columns + column] = sums[n];
-  }
+  for (int n = 0; n < kSums; ++n) partials[n * columns + column] = sums[n];
+}
+
+// partials: [splits, kSums, columns].
+template <class Program, class T>
+__global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
+  column_tile(rows * blockIdx.y / gridDim.y, rows * (blockIdx.y + 1) / gridDim.y, columns, column,
+              partials + static_cast<int64_t>(blockIdx.y) * Program::kSums * columns, program);
 }
 
 template <class Program, class T>

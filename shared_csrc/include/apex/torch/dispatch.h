@@ -1,7 +1,7 @@
 // From a run-time dtype to a storage type of core/types.h.
 #pragma once
 
-#include "apex/core/types.h"
+#include "apex/core/storage.h"
 #include "apex/torch/check.h"
 
 namespace apex {
@@ -42,6 +42,22 @@ constexpr ScalarType scalar_type_of() {
   if constexpr (std::is_same_v<S, BFloat16>) return ScalarType::BFloat16;
   if constexpr (std::is_same_v<S, int>) return ScalarType::Int;
   return ScalarType::Long;
+}
+
+// The same for operands whose storage type kernels ask for as they run.
+inline Storage storage_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Storage::kFloat;
+    case ScalarType::Half:
+      return Storage::kHalf;
+    case ScalarType::BFloat16:
+      return Storage::kBFloat16;
+    case ScalarType::Float8_e4m3fn:
+      return Storage::kFloat8;
+    default:
+      return Storage::kOther;
+  }
 }
 
 // What statistics of x are kept in, such as means: the type that x is computed in.

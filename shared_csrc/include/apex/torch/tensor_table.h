@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "apex/core/table.h"
+#include "apex/torch/dispatch.h"
 #include "apex/torch/overlap.h"
 #include "apex/torch/tensor_list.h"
 
@@ -78,21 +79,6 @@ inline void check_pair(const char* op, const NamedList& first, const NamedList& 
   }
   fail(op, ": ", problem, ". ", first.name, '[', i, "] is ", describe(a), ", ", list.name, '[', i,
        "] is ", describe(b), ".");
-}
-
-inline Storage storage_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return Storage::kFloat;
-    case ScalarType::Half:
-      return Storage::kHalf;
-    case ScalarType::BFloat16:
-      return Storage::kBFloat16;
-    case ScalarType::Float8_e4m3fn:
-      return Storage::kFloat8;
-    default:
-      return Storage::kOther;
-  }
 }
 
 // Whether tensors without elements get rows of their own: only where rows are results.

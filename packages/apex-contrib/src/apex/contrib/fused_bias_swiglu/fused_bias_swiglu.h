@@ -6,16 +6,11 @@
 // Shazeer, "GLU Variants Improve Transformer", 2020 (https://arxiv.org/abs/2002.05202), section 2.
 #pragma once
 
-#include "apex/math/exp.h"
 #include "apex/math/norm/affine.h"
+#include "apex/math/sigmoid.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
-
-template <class T>
-APEX_HD T sigmoid(T x) {
-  return T(1) / (T(1) + exponential(-x));
-}
 
 // S is the storage type of all tensors. Columns are those of the output: half of the input's.
 template <class S>

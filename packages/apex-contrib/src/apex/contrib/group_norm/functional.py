@@ -1,0 +1,81 @@
+"""Group normalization of channels-last samples: checks, and the way to the kernels and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._shared.native.operands import beside, check_floating, exact
+from .group_norm_nhwc.formula import group_norm_nhwc
+
+_NAME = "GroupNorm"
+_ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
+) -> Tensor:
+    """What ``cuda_group_norm_nhwc_one_pass`` documents."""
+    silu = is_silu(act)
+    check(x, groups, weight, bias, eps)
+    if weight is not None:
+        weight = exact(beside(x, weight))
+    if bias is not None:
+        bias = exact(beside(x, bias))
+    return group_norm_nhwc(x, weight, bias, groups, float(eps), silu)
+
+
+def is_nhwc(x: Tensor) -> bool:
+    """Whether ``x`` ``[N, C, *]`` is channels-last in memory."""
+    if x.dim() == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    return x.dim() > 1 and x.movedim(1, -1).is_contiguous()
+
+
+def channels_second(x: Tensor, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """``x`` as ``[N, C, H, W]``, and what gives a result the shape that ``x`` has.
+
+    ``x`` is that, channels-last in memory, or contiguous ``[N, H, W, C]``.
+    """
+    if x.dim() == 4 and is_nhwc(x) and (not x.is_contiguous() or x.shape[1] == weight.shape[0]):
+        return x, lambda result: result
+    return x.movedim(-1, 1), lambda result: result.movedim(1, -1)
+
+
+def is_silu(act: str | None) -> bool:
+    """Whether an activation of this name is SiLU.
+
+    Raises:
+        ValueError: it is none that we know.
+    """
+    if act not in _ACTIVATIONS:
+        raise ValueError(f'{_NAME}: act must be "silu", "swish", "" or None, got {act!r}.')
+    return _ACTIVATIONS[act]
+
+
+def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    """Raise TypeError or ValueError for operands that the kernels do not take."""
+    check_floating(_NAME, "x", x)
+    if x.dim() < 2 or x.shape[1] == 0:
+        raise ValueError(f"{_NAME}: x must have shape [N, C, *] with C > 0, got {list(x.shape)}.")
+    channels = x.shape[1]
+    if groups < 1 or channels % groups:
+        raise ValueError(
+            f"{_NAME}: the number of groups must divide the {channels} channels of x "
+            f"{list(x.shape)}, got {groups}."
+        )
+    if not eps >= 0:
+        raise ValueError(f"{_NAME}: eps must not be negative, got {eps}.")
+    for argument, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        check_floating(_NAME, argument, tensor)
+        if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
+            raise TypeError(f"{_NAME}: {argument} is {tensor.dtype}, but x is {x.dtype}; cast one.")
+        if tensor.shape != (channels,) or tensor.device != x.device:
+            raise ValueError(
+                f"{_NAME}: {argument} must have shape [{channels}] on {x.device}, as the channels "
+                f"of x {list(x.shape)}; got {list(tensor.shape)} on {tensor.device}."
+            )

@@ -1,0 +1,1 @@
+"""The operators of group normalization and the kernels behind them."""

@@ -1,0 +1,145 @@
+// Sums over the columns of every matrix of a batch, then its rows, on the CPU.
+#pragma once
+
+#include "apex/engine/colwise_cpu.h"
+#include "apex/engine/samplewise.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Rows whose sums are added up alone, at least, so that threads may share a matrix without a say
+// in the bits; and how many such parts a matrix has, at most.
+inline constexpr int64_t kSampleRows = 512, kSampleParts = 64;
+
+template <int N>
+struct SampleSums {
+  const double* totals;  // [N, stride]
+  int64_t stride;
+
+  Array<double, N> operator()(int64_t column) const {
+    return column_of<double, N>(totals, stride, column);
+  }
+};
+
+template <class Program>
+class Samples {
+ public:
+  using T = typename Program::value_type;
+  static constexpr int N = Program::kSums;
+
+  Samples(int64_t samples, int64_t rows, int64_t columns, const Program& program)
+      : samples_(samples),
+        rows_(rows),
+        columns_(columns),
+        stride_(sums_stride(columns)),
+        parts_(std::clamp<int64_t>(rows / kSampleRows, 1, kSampleParts)),
+        program_(program) {}
+
+  // A matrix per thread, which finds it in its cache when it comes to the rows.
+  template <class Context>
+  void run_whole(const Context& context) const {
+    context.parallel_for(0, samples_, grain(1), [&](int64_t begin, int64_t end) {
+      auto block = zero_sums<T>(N * stride_);
+      auto totals = zero_sums<double>(2 * N * stride_);
+      double* part_totals = totals.get() + N * stride_;
+      for (int64_t sample = begin; sample < end; ++sample) {
+        const Program program = program_.of_sample(sample);
+        SampleGroup group(sample);
+        program.before(group);
+        std::fill_n(totals.get(), N * stride_, 0.0);
+        for (int64_t part = 0; part < parts_; ++part) {
+          std::fill_n(part_totals, N * stride_, 0.0);
+          add_part(program, sample, part, block.get(), part_totals);
+          merge_buffers(program_, totals.get(), part_totals, stride_, 0, columns_);
+        }
+        program.between(group, SampleSums<N>{totals.get(), stride_});
+        Row<T> row(samples_ * rows_, columns_, nullptr);
+        for (int64_t index = sample * rows_; index < (sample + 1) * rows_; ++index) {
+          row.move_to(index);
+          program.row(row);
+        }
+      }
+      finish_streams();
+    });
+  }
+
+  // All threads on every matrix.
+  template <class Context>
+  void run_shared(const Context& context) const {
+    auto totals = zero_sums<double>(samples_ * parts_ * N * stride_);
+    auto totals_of = [&](int64_t part) { return totals.get() + part * N * stride_; };
+    each_sample(context, [](const Program& program, SampleGroup& group) { program.before(group); });
+    context.parallel_for(0, samples_ * parts_, grain(parts_), [&](int64_t begin, int64_t end) {
+      auto block = zero_sums<T>(N * stride_);
+      for (int64_t part = begin; part < end; ++part) {
+        const int64_t sample = part / parts_;
+        add_part(program_.of_sample(sample), sample, part % parts_, block.get(), totals_of(part));
+      }
+    });
+    each_sample(context, [&](const Program& program, SampleGroup& group) {
+      double* first = totals_of(group.index() * parts_);
+      for (int64_t part = 1; part < parts_; ++part) {
+        merge_buffers(program_, first, first + part * N * stride_, stride_, 0, columns_);
+      }
+      program.between(group, SampleSums<N>{first, stride_});
+    });
+    context.parallel_for(0, samples_ * rows_, grain(rows_), [&](int64_t begin, int64_t end) {
+      Row<T> row(samples_ * rows_, columns_, nullptr);
+      for (int64_t index = begin; index < end;) {
+        const int64_t sample = index / rows_;
+        const Program program = program_.of_sample(sample);
+        for (; index < std::min(end, (sample + 1) * rows_); ++index) {
+          row.move_to(index);
+          program.row(row);
+        }
+      }
+      finish_streams();
+    });
+  }
+
+ private:
+  // How many of `parts` equal parts of a matrix a thread takes at least.
+  int64_t grain(int64_t parts) const {
+    return std::max<int64_t>(1, kRowwiseGrain * parts / (rows_ * columns_));
+  }
+
+  template <class Context, class F>
+  void each_sample(const Context& context, const F& f) const {
+    constexpr int64_t kWork = 16;  // what a column costs here, in elements of a row
+    const int64_t fewest = std::max<int64_t>(1, kRowwiseGrain / (kWork * columns_));
+    context.parallel_for(0, samples_, fewest, [&](int64_t begin, int64_t end) {
+      for (int64_t sample = begin; sample < end; ++sample) {
+        SampleGroup group(sample);
+        f(program_.of_sample(sample), group);
+      }
+    });
+  }
+
+  void add_part(const Program& program, int64_t sample, int64_t part, T* block,
+                double* totals) const {
+    Row<T> row(samples_ * rows_, columns_, block);
+    const int64_t first = sample * rows_;
+    add_rows<false>(row, first + rows_ * part / parts_, first + rows_ * (part + 1) / parts_,
+                    program, block, totals);
+  }
+
+  int64_t samples_, rows_, columns_, stride_, parts_;
+  const Program& program_;
+};
+
+template <class Context, class Program>
+void colwise_rowwise(const Context& context, int64_t samples, int64_t rows, int64_t columns,
+                     const Program& program) {
+  if (samples == 0 || rows == 0 || columns == 0) return;
+  const Samples<Program> all(samples, rows, columns, program);
+  const int64_t threads = context.threads();
+  const bool is_small = samples * rows * columns <= kRowwiseGrain;
+  if (is_small || samples % threads == 0 || samples >= 4 * threads) {
+    all.run_whole(context);
+  } else {
+    all.run_shared(context);
+  }
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
