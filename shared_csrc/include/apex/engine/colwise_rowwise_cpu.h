@@ -53,11 +53,7 @@ class Samples {
           merge_buffers(program_, totals.get(), part_totals, stride_, 0, columns_);
         }
         program.between(group, SampleSums<N>{totals.get(), stride_});
-        Row<T> row(samples_ * rows_, columns_, nullptr);
-        for (int64_t index = sample * rows_; index < (sample + 1) * rows_; ++index) {
-          row.move_to(index);
-          program.row(row);
-        }
+        run_rows(program, sample * rows_, (sample + 1) * rows_);
       }
       finish_streams();
     });
@@ -84,14 +80,10 @@ class Samples {
       program.between(group, SampleSums<N>{first, stride_});
     });
     context.parallel_for(0, samples_ * rows_, grain(rows_), [&](int64_t begin, int64_t end) {
-      Row<T> row(samples_ * rows_, columns_, nullptr);
-      for (int64_t index = begin; index < end;) {
-        const int64_t sample = index / rows_;
-        const Program program = program_.of_sample(sample);
-        for (; index < std::min(end, (sample + 1) * rows_); ++index) {
-          row.move_to(index);
-          program.row(row);
-        }
+      while (begin < end) {
+        const int64_t sample = begin / rows_, last = std::min(end, (sample + 1) * rows_);
+        run_rows(program_.of_sample(sample), begin, last);
+        begin = last;
       }
       finish_streams();
     });
@@ -121,6 +113,14 @@ class Samples {
     const int64_t first = sample * rows_;
     add_rows<false>(row, first + rows_ * part / parts_, first + rows_ * (part + 1) / parts_,
                     program, block, totals);
+  }
+
+  void run_rows(const Program& program, int64_t begin, int64_t end) const {
+    Row<T> row(samples_ * rows_, columns_, nullptr);
+    for (int64_t index = begin; index < end; ++index) {
+      row.move_to(index);
+      program.row(row);
+    }
   }
 
   int64_t samples_, rows_, columns_, stride_, parts_;
