@@ -107,14 +107,15 @@ struct GroupNormForward {
     group.each(0, groups.count, [&, at = *this](int64_t index) {
       const int64_t width = at.groups.width(), begin = index * width, end = begin + width;
       const double rows = static_cast<double>(at.groups.rows), n = at.groups.size();
+      const double share = 1 / rows;
       T *pivot = at.vectors, *scale = pivot + at.groups.channels,
         *shift = scale + at.groups.channels;
       double total = 0, squares = 0;
-      for (int64_t c = begin; c < end; ++c) total += pivot[c] + sums(c)[0] / rows;
+      for (int64_t c = begin; c < end; ++c) total += pivot[c] + sums(c)[0] * share;
       const double mu = total / static_cast<double>(width);
       for (int64_t c = begin; c < end; ++c) {
         const Array<double, 2> s = sums(c);
-        const double of_channel = s[0] / rows, offset = pivot[c] + of_channel - mu;
+        const double of_channel = s[0] * share, offset = pivot[c] + of_channel - mu;
         squares += s[1] - s[0] * of_channel + rows * offset * offset;
       }
       // Rounding may leave less than nothing of equal numbers.
