@@ -37,6 +37,22 @@ COMPILING = CACHED if shutil.which("ccache") else {}
 PARALLEL = ["-n", str(len(os.sched_getaffinity(0)))]
 ONE_THREAD = [*PARALLEL, "-o", "apex_threads=1"]
 
+# `nox -l` shows a line per family of sessions; every other command, `nox -l --json` too, has each
+# of them.
+LISTS_FAMILIES = {"-l", "--list", "--list-sessions"} & {*sys.argv} and "--json" not in sys.argv
+
+
+def family(names, values, ids):
+    """Make a session of each value: `function(id)`."""
+    if not LISTS_FAMILIES:
+        return nox.parametrize(names, values, ids=ids)
+
+    def one_line(function):
+        function.__doc__ = f"{function.__doc__.rstrip('.')} ({', '.join(ids)})."
+        return function
+
+    return one_line
+
 
 def install(session, *requirements, local_links=True):
     """Install with uv, which is also shown the local wheels that pip is shown."""
@@ -126,7 +142,7 @@ TESTED = [*PACKAGES, "together", "examples"]
 
 
 @nox.session(requires=["build"])
-@nox.parametrize("package", TESTED, ids=TESTED)
+@family("package", TESTED, TESTED)
 def tests(session, package):
     """Install one wheel alone and run its package's tests; then all five, and the rest."""
     paths = [f"packages/{package}/tests"]
@@ -152,7 +168,7 @@ MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python
 
 
 @nox.session(requires=["build"])
-@nox.parametrize("python,torch", MATRIX_RUNS, ids=["-".join(r[::-1]) for r in MATRIX_RUNS])
+@family("python,torch", MATRIX_RUNS, ["-".join(r[::-1]) for r in MATRIX_RUNS])
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
@@ -173,7 +189,7 @@ def client_runs():
 
 
 @nox.session(requires=["build"])
-@nox.parametrize("python,client", client_runs(), ids=list(MATRIX["clients"]))
+@family("python,client", client_runs(), list(MATRIX["clients"]))
 def clients(session, client):
     """Install another project that uses Apex, and run its code with all five wheels."""
     facts = MATRIX["clients"][client]
@@ -243,7 +259,7 @@ CXX = MATRIX["cpu"]["compilers"]
 
 
 @nox.session
-@nox.parametrize("compiler", ["cuda", "hip", *CXX], ids=["cuda", "hip", *CXX])
+@family("compiler", ["cuda", "hip", *CXX], ["cuda", "hip", *CXX])
 def kernels(session, compiler):
     """Compile every op (-- OP... for some) for every GPU of ci/matrix.toml, by old compilers."""
     ops, rest = ops_first(session)

@@ -1,8 +1,27 @@
 """Which ops a command names, and which tests belong to them."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from ci import emulate, kernels, workspace
+
+
+def listed(*options):
+    command = [sys.executable, "-m", "nox", "-l", *options]
+    run = subprocess.run(command, cwd=workspace.ROOT, capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def test_sessions_are_listed_by_family_and_by_name():
+    lines = [line for line in listed().splitlines() if line[:2] in ("* ", "- ")]
+    names = [line.split()[1] for line in lines]
+    assert len(names) == len(set(names)) < 15
+    families = {session["session"].partition("(")[0] for session in json.loads(listed("--json"))}
+    assert families == set(names)
+    assert any("together, examples)" in line for line in lines)
 
 
 def test_every_op_is_known_with_its_package():
