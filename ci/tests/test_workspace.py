@@ -19,8 +19,9 @@ def test_sessions_are_listed_by_family_and_by_name():
     lines = [line for line in listed().splitlines() if line[:2] in ("* ", "- ")]
     names = [line.split()[1] for line in lines]
     assert len(names) == len(set(names)) < 15
-    families = {session["session"].partition("(")[0] for session in json.loads(listed("--json"))}
-    assert families == set(names)
+    sessions = [each["session"] for each in json.loads(listed("--json", "-s", *names))]
+    assert {session.partition("(")[0] for session in sessions} == set(names)
+    assert "tests(together)" in sessions
     assert any("together, examples)" in line for line in lines)
 
 
