@@ -256,18 +256,22 @@ def compile_with(session, cxx, ops):
 
 
 CXX = MATRIX["cpu"]["compilers"]
+COMPILED = ["cuda", "hip", "cpu", *CXX]
 
 
 @nox.session
-@family("compiler", ["cuda", "hip", *CXX], ["cuda", "hip", *CXX])
+@family("compiler", COMPILED, COMPILED)
 def kernels(session, compiler):
-    """Compile every op (-- OP... for some) for every GPU of ci/matrix.toml, by old compilers."""
+    """Compile every op (-- OP... for some) for all GPUs, CPUs, and by old compilers; check it."""
     ops, rest = ops_first(session)
     if rest:
         session.error(f"expected ops alone, got {' '.join(rest)}")
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
     if compiler in CXX:
         compile_with(session, compiler, ops)
+        return
+    if compiler == "cpu":
+        session.run("python", "ci/vectors.py", *ops)
         return
     if compiler == "cuda":
         install_nvcc(session)
