@@ -390,7 +390,8 @@ X, W = torch.ones(2, 6, 3, 3), torch.ones(6)
 BAD = {
     "integers": (TypeError, "x must be a float64", (X.int(), 2, W, W, EPS)),
     "weight's dtype": (TypeError, "weight is torch.float64, but x is", (X, 2, W.double(), W, EPS)),
-    "bias's dtype": (TypeError, "bias must be a float64", (X, 2, W, W.int(), EPS)),
+    "bias's dtype": (TypeError, "bias must be a float64", (X, 2, None, W.int(), EPS)),
+    "two dtypes": (TypeError, "bias is torch.float16, but weight", (X, 2, W, W.half(), EPS)),
     "dimensions": (ValueError, r"x must have shape \[N, C, \*\]", (W, 2, W, W, EPS)),
     "channels": (ValueError, r"weight must have shape \[6\]", (X, 2, W[:5], W, EPS)),
     "groups": (ValueError, "must divide the 6 channels", (X, 4, W, W, EPS)),
@@ -438,8 +439,10 @@ def test_kernels_check_what_python_did_not():
     y, mean, rstd = ops.group_norm_nhwc_forward(X, W, W, 2, EPS, False)
     with pytest.raises(RuntimeError, match="rstd must be contiguous, with 4 elements"):
         ops.group_norm_nhwc_backward(y, X, W, W, mean, rstd[:3], 2, EPS, False, True)
+    with pytest.raises(RuntimeError, match="weight and bias must have one dtype"):
+        ops.group_norm_nhwc_backward(y, X, W, W.half(), mean, rstd, 2, EPS, False, True)
     for dy in (y[:1], y.double()):
-        with pytest.raises(RuntimeError, match="dy must have shape and dtype of x"):
+        with pytest.raises(RuntimeError, match="dy must have shape, dtype and device of x"):
             ops.group_norm_nhwc_backward(dy, X, W, W, mean, rstd, 2, EPS, False, True)
 
 

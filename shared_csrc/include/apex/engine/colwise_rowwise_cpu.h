@@ -22,12 +22,12 @@ struct SampleSums {
 };
 
 template <class Program>
-class Samples {
+class SampleMatrices {
  public:
   using T = typename Program::value_type;
   static constexpr int N = Program::kSums;
 
-  Samples(int64_t samples, int64_t rows, int64_t columns, const Program& program)
+  SampleMatrices(int64_t samples, int64_t rows, int64_t columns, const Program& program)
       : samples_(samples),
         rows_(rows),
         columns_(columns),
@@ -131,7 +131,7 @@ template <class Context, class Program>
 void colwise_rowwise(const Context& context, int64_t samples, int64_t rows, int64_t columns,
                      const Program& program) {
   if (samples == 0 || rows == 0 || columns == 0) return;
-  const Samples<Program> all(samples, rows, columns, program);
+  const SampleMatrices<Program> all(samples, rows, columns, program);
   const int64_t threads = context.threads();
   const bool is_small = samples * rows * columns <= kRowwiseGrain;
   if (is_small || samples % threads == 0 || samples >= 4 * threads) {

@@ -79,3 +79,5 @@ def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, ep
                 f"{_NAME}: {argument} must have shape [{channels}] on {x.device}, as the channels "
                 f"of x {list(x.shape)}; got {list(tensor.shape)} on {tensor.device}."
             )
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise TypeError(f"{_NAME}: bias is {bias.dtype}, but weight is {weight.dtype}; cast one.")

@@ -70,7 +70,7 @@ def cuda_group_norm_nhwc_one_pass(
         x: ``[N, C, *]``; float64, float32, float16 or bfloat16. Without a copy where it is
             channels-last in memory.
         G: number of groups, which divides C.
-        weight, bias: ``[C]``, or None for one and zero; each in float32, float16 or bfloat16, or in
+        weight, bias: ``[C]``, or None for one and zero; both in float32, float16 or bfloat16, or in
             float64 for float64.
         eps: added to the variance.
         act: "silu" or "swish" for SiLU; "" or None for none.

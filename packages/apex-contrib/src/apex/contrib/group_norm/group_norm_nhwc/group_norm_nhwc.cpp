@@ -51,8 +51,10 @@ Parameter<T> parameter_of(const char* op, const char* name, const OptionalTensor
 }
 
 // What the gradients of weight and bias are stored as.
-ScalarType parameters_dtype(const OptionalTensor& weight, const OptionalTensor& bias,
-                            const Tensor& x) {
+ScalarType parameters_dtype(const char* op, const OptionalTensor& weight,
+                            const OptionalTensor& bias, const Tensor& x) {
+  check(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
+        ": weight and bias must have one dtype.");
   return weight ? weight->scalar_type() : bias ? bias->scalar_type() : x.scalar_type();
 }
 
@@ -101,8 +103,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_of_any_layout,
   const Samples o = samples_of(op, x_of_any_layout, groups);
   check_tensors(op, {{"dy", dy_of_any_layout}, {"mean", mean}, {"rstd", rstd}});
   check(std::ranges::equal(dy_of_any_layout.sizes(), x_of_any_layout.sizes()) &&
-            dy_of_any_layout.scalar_type() == x_of_any_layout.scalar_type(),
-        op, ": dy must have shape and dtype of x, ", describe(x_of_any_layout), "; got ",
+            dy_of_any_layout.scalar_type() == x_of_any_layout.scalar_type() &&
+            dy_of_any_layout.is_cpu() == x_of_any_layout.is_cpu() &&
+            dy_of_any_layout.get_device_index() == x_of_any_layout.get_device_index(),
+        op, ": dy must have shape, dtype and device of x, ", describe(x_of_any_layout), "; got ",
         describe(dy_of_any_layout), ".");
   Tensor dy = as_channels_last(dy_of_any_layout), x = as_channels_last(x_of_any_layout);
   const ScalarType dtype = statistics_dtype(x);
@@ -110,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_of_any_layout,
   check_like(op, "rstd", rstd, o.count * groups, dtype, x);
   const int64_t channels = o.groups.channels, summed = weight_grads ? channels : 0;
   Tensor dx = empty_channels_last(x);
-  const ScalarType stored = parameters_dtype(weight, bias, x);
+  const ScalarType stored = parameters_dtype(op, weight, bias, x);
   Tensor dweight = empty(x, {summed}, stored), dbias = empty(x, {summed}, stored);
   Tensor vectors = empty(x, {o.count, 5, channels}, dtype);
   Tensor parts = empty(x, {2, o.count, channels}, dtype);
