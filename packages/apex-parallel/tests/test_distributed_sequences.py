@@ -148,17 +148,44 @@ class Sequences(RuleBasedStateMachine):
         terms = st.lists(st.integers(0, len(plain.shapes) - 1), min_size=1, unique=True)
         return data.draw(terms.filter(lambda used: set(used) - plain.frozen), label="used")
 
-    @rule(where=indices, data=st.data(), same=st.booleans(), then=st.booleans())
-    def forward(self, where, data, same, then):
-        where, plain = self.wrapper(where)
+    def run_forward(self, where, data, same):
+        plain = self.plain[where]
         first = self.used(data, plain)
         terms = [first, first if same else self.used(data, plain)]
         self.number += 1
         plain.forward(self.number, terms)
         self.note("forward", where, number=self.number, terms=terms)
-        if then:  # the usual next call
-            numbers = [[self.number] if i == where else [] for i in range(len(self.plain))]
-            self.go_back(numbers, retain=False)
+
+    def run_step(self, where, data, same, retain=False):
+        self.run_forward(where, data, same)
+        numbers = [[self.number] if i == where else [] for i in range(len(self.plain))]
+        self.go_back(numbers, retain)
+
+    def switch(self, where, disabled):
+        if self.plain[where].disabled != disabled:
+            self.plain[where].disabled = disabled
+            self.note("disable", where, disabled=disabled)
+
+    @rule(where=indices, data=st.data(), same=st.booleans())
+    def forward(self, where, data, same):
+        self.run_forward(self.wrapper(where)[0], data, same)
+
+    @rule(where=indices, data=st.data(), same=st.booleans(), retain=st.booleans())
+    def step(self, where, data, same, retain):
+        where, _ = self.wrapper(where)
+        self.switch(where, False)
+        self.run_step(where, data, same, retain)
+
+    @rule(where=indices, data=st.data(), zeros=st.sampled_from([None, None, True, False]))
+    def accumulate(self, where, data, zeros):
+        """As loops that reduce every other step, some of which discard what they have."""
+        where, _ = self.wrapper(where)
+        self.switch(where, True)
+        self.run_step(where, data, same=False)
+        if zeros is not None:
+            self.discard(where, data.draw(st.sampled_from([[0, 1], [0]])), zeros)
+        self.switch(where, False)
+        self.run_step(where, data, same=False)
 
     def go_back(self, numbers, retain):
         pairs = [(p, mine) for p, mine in zip(self.plain, numbers, strict=True) if mine]
@@ -209,65 +236,58 @@ class Sequences(RuleBasedStateMachine):
             plain.broken = not plain.disabled
         self.note("fail", where, number=self.number, used=used, at=at)
 
-    @precondition(lambda self: any(plain.graphs for plain in self.plain))
-    @rule(data=st.data())
-    def look(self, data):
-        graphs = [(i, n) for i, plain in enumerate(self.plain) for n in plain.graphs]
-        where, number = data.draw(st.sampled_from(graphs))
-        if any(used - self.plain[where].frozen for used in self.plain[where].reached([number])):
-            self.note("look", where, number=number)
-
-    @rule(where=indices)
-    def evaluate(self, where):
-        self.note("evaluate", self.wrapper(where)[0])
-
     @rule(where=indices, ranks=st.sampled_from([[0, 1], [0, 1], [0]]), to_none=st.booleans())
     def zero(self, where, ranks, to_none):
-        where, plain = self.wrapper(where)
+        self.discard(self.wrapper(where)[0], ranks, to_none)
+
+    def discard(self, where, ranks, to_none):
         for rank in ranks:
-            plain.zero(rank, to_none)
+            self.plain[where].zero(rank, to_none)
         self.note("zero", where, ranks=ranks, to_none=to_none)
 
     @rule(where=indices, index=indices)
     def freeze(self, where, index):
+        """Or the opposite."""
         where, plain = self.wrapper(where)
         index %= len(plain.shapes)
-        if len(plain.frozen) + 1 < len(plain.shapes) and index not in plain.frozen:
-            plain.frozen.add(index)
-            self.note("freeze", where, index=index, frozen=True)
+        frozen = index not in plain.frozen
+        if frozen and len(plain.frozen) + 1 == len(plain.shapes):
+            return
+        plain.frozen ^= {index}
+        self.note("freeze", where, index=index, frozen=frozen)
 
     @rule(where=indices, data=st.data())
-    def unfreeze(self, where, data):
-        where, plain = self.wrapper(where)
-        if plain.frozen:
-            index = data.draw(st.sampled_from(sorted(plain.frozen)))
-            plain.frozen.remove(index)
-            self.note("freeze", where, index=index, frozen=False)
+    def seldom(self, where, data):
+        """What is not a part of training steps: one rule, so that most sequences are of those."""
+        where, _ = self.wrapper(where)
+        names = ("look", "evaluate", "load", "disable", "change", "cast", "copy")
+        getattr(self, data.draw(st.sampled_from(names)))(where, self.plain[where], data)
 
-    @rule(where=indices)
-    def disable(self, where):
-        where, plain = self.wrapper(where)
-        plain.disabled = not plain.disabled
-        self.note("disable", where, disabled=plain.disabled)
+    def look(self, where, plain, data):
+        numbers = [n for n in plain.graphs if any(u - plain.frozen for u in plain.reached([n]))]
+        if numbers:
+            self.note("look", where, number=data.draw(st.sampled_from(numbers)))
 
-    @rule(where=indices, changed=st.sampled_from([("needs_refresh", True), ("message_size", 3)]))
-    def change(self, where, changed):
-        self.note("change", self.wrapper(where)[0], name=changed[0], value=changed[1])
+    def evaluate(self, where, plain, data):
+        self.note("evaluate", where)
 
-    @rule(where=indices, pickled=st.booleans())
-    def copy(self, where, pickled):
-        where, plain = self.wrapper(where)
+    def load(self, where, plain, data):
+        self.note("load", where)
+
+    def disable(self, where, plain, data):
+        self.switch(where, not plain.disabled)
+
+    def change(self, where, plain, data):
+        name, value = data.draw(st.sampled_from([("needs_refresh", True), ("message_size", 3)]))
+        self.note("change", where, name=name, value=value)
+
+    def copy(self, where, plain, data):
         plain.forget()
-        self.note("copy", where, pickled=pickled)
+        self.note("copy", where, pickled=data.draw(st.booleans()))
 
-    @rule(where=indices)
-    def load(self, where):
-        self.note("load", self.wrapper(where)[0])
-
-    @rule(where=indices, index=indices, dtype=st.integers(0, 3))
-    def cast(self, where, index, dtype):
-        where, plain = self.wrapper(where)
-        index %= len(plain.shapes)
+    def cast(self, where, plain, data):
+        index = data.draw(st.integers(0, len(plain.shapes) - 1))
+        dtype = data.draw(st.integers(0, 3))
         plain.graphs = {}
         plain.prepared = False  # a forward comes before the next backward
         for rank in RANKS:
