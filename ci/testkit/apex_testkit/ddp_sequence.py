@@ -80,6 +80,15 @@ class Side:
             sum(self.graphs[n] for n in numbers).backward()
         self.ddp.zero_grad()
 
+    def differ(self, number, used, index):
+        """Before ranks have agreed on anything, one of them freezes another parameter."""
+        param = self.params[index]
+        param.requires_grad_(self.rank == 0)
+        with pytest.raises(RuntimeError, match="differ from those of rank 0"):
+            self.ddp(number, self.rank, used).backward()
+        param.requires_grad_(True)
+        self.ddp.zero_grad()
+
     def look(self, number):
         """``autograd.grad`` reduces nothing."""
         wanted = [p for p in self.params if p.requires_grad]

@@ -41,6 +41,7 @@ class Plain:
         self.grads = [[None] * len(self.shapes) for _ in RANKS]
         self.news = [set() for _ in RANKS]
         self.active, self.prepared, self.broken, self.graphs = set(), False, False, {}
+        self.fresh = True  # ranks have not agreed on anything
 
     def forward(self, number, terms):
         self.active = {p for p in range(len(self.shapes)) if p not in self.frozen}
@@ -197,6 +198,7 @@ class Sequences(RuleBasedStateMachine):
         if message and len(pairs) > 1:
             return
         for plain, mine in pairs:
+            plain.fresh &= plain.disabled
             if message == "was frozen" and any(g[0] != g[1] for g in map(plain.graphs.get, mine)):
                 return  # ranks would have launched different buckets before the error
             plain.backward(mine, retain)
@@ -234,7 +236,28 @@ class Sequences(RuleBasedStateMachine):
                 for index in set(used[at:]) - plain.frozen:
                     plain.add(self.number, rank, index)
             plain.broken = not plain.disabled
+            plain.fresh &= plain.disabled
         self.note("fail", where, number=self.number, used=used, at=at)
+
+    @precondition(lambda self: any(plain.fresh for plain in self.plain))
+    @rule(data=st.data())
+    def differ(self, data):
+        fresh = [where for where, plain in enumerate(self.plain) if plain.fresh]
+        where = data.draw(st.sampled_from(fresh))
+        self.switch(where, False)
+        plain = self.plain[where]
+        used = sorted(set(range(len(plain.shapes))) - plain.frozen)
+        if len(used) < 2:
+            return
+        self.number += 1
+        plain.forward(self.number, [used, used])
+        del plain.graphs[self.number]
+        plain.broken, plain.fresh = True, False
+        for rank in RANKS:
+            plain.zero(rank, True)
+        self.note(
+            "differ", where, number=self.number, used=used, index=data.draw(st.sampled_from(used))
+        )
 
     @rule(where=indices, ranks=st.sampled_from([[0, 1], [0, 1], [0]]), to_none=st.booleans())
     def zero(self, where, ranks, to_none):
@@ -305,7 +328,7 @@ def test_sequences(two_ranks):
     run_state_machine_as_test(
         Sequences,
         settings=settings(
-            max_examples=examples or 100,
+            max_examples=examples or 300,
             stateful_step_count=30,
             derandomize=not examples,
             deadline=None,
