@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from apex_testkit.optimizer_models import (
@@ -170,10 +170,16 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     # Changes between steps.
 
-    @precondition(lambda self: len(self.params) < 4)
-    @rule(sizes=st.lists(SIZES, max_size=2), pick=PICK)
-    def add_group(self, sizes, pick):
-        self._add(sizes, pick)
+    @rule(data=st.data(), pick=PICK)
+    def seldom(self, data, pick):
+        """One rule for all of these, so that most of a sequence are steps and what upsets them."""
+        names = ("_add_group", "_drop_state", "_make_infinite", "_copy_all", "_save", "_load")
+        getattr(self, data.draw(st.sampled_from(names)))(data, pick)
+
+    def _add_group(self, data, pick):
+        if len(self.params) == 4:
+            return
+        self._add(data.draw(st.lists(SIZES, max_size=2)), pick)
         group = {"params": self.params[-1], **group_options(self.hyper[-1])}
         self.optimizer.add_param_group(group)
 
@@ -185,6 +191,22 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, form=st.sampled_from(["dtype", "view", "strides", "same"]), seed=SEEDS)
     def replace_data(self, pick, form, seed):
+        """And step: before that, another change would hide how the first is noticed."""
+        self._replace_data(pick, form, seed)
+        self.step(seed, 255, False)
+
+    @rule(pick=PICK, which=PICK, seed=SEEDS)
+    def replace_state(self, pick, which, seed):
+        """By an equal tensor, the shared number of steps too; and step."""
+        _, param, _ = self._picked(pick)
+        own = {} if param is None else self.optimizer.state.get(param, {})
+        keys = [key for key, value in own.items() if isinstance(value, torch.Tensor)]
+        if keys:
+            key = keys[which % len(keys)]
+            own[key] = own[key].clone()
+            self.step(seed, 255, False)
+
+    def _replace_data(self, pick, form, seed):
         _, param, model = self._picked(pick)
         if param is None:
             return
@@ -203,19 +225,16 @@ class OptimizerMachine(RuleBasedStateMachine):
             param.copy_(random_values(param.shape, seed))
         model.stale = True
 
-    @precondition(lambda self: self.mode.takes_infinity)
-    @rule(pick=PICK)
-    def make_infinite(self, pick):
+    def _make_infinite(self, data, pick):
         index, param, model = self._picked(pick)
-        if param is None or not param.numel():
+        if param is None or not param.numel() or not self.mode.takes_infinity:
             return
         self.change_numbers(index, 0.0, 0.05)
         with torch.no_grad():
             param[(0,) * param.dim()] = -torch.inf
         model.stale = True
 
-    @rule(pick=PICK)
-    def drop_state(self, pick):
+    def _drop_state(self, data, pick):
         _, param, model = self._picked(pick)
         if param is None:
             return
@@ -226,10 +245,9 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     # Copies and checkpoints.
 
-    @rule(pickled=st.booleans())
-    def copy_all(self, pickled):
+    def _copy_all(self, data, pick):
         pair = self.optimizer, self.params
-        if pickled:
+        if data.draw(st.booleans(), label="pickled"):
             file = io.BytesIO()  # torch's own pickling: that of Python lacks some dtypes
             torch.save(pair, file)
             file.seek(0)
@@ -240,15 +258,14 @@ class OptimizerMachine(RuleBasedStateMachine):
     def _dtypes(self):
         return [[p.dtype for p in own] for own in self.params]
 
-    @rule()
-    def save(self):
+    def _save(self, data, pick):
         kept = (self._dtypes(), self.models, self.hyper, self.counts)
         state = copy.deepcopy(self.optimizer.state_dict())
         self.saved = (state, *copy.deepcopy(kept))
 
-    @precondition(lambda self: self.saved and self.saved[1] == self._dtypes())
-    @rule()
-    def load(self):
+    def _load(self, data, pick):
+        if not self.saved or self.saved[1] != self._dtypes():
+            return
         state, _, models, *kept = copy.deepcopy(self.saved)
         if [[m.value.shape for m in own] for own in models] != [
             [p.shape for p in own] for own in self.params
