@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
+from apex.optimizers.stepping import held_lists
+from apex.optimizers.stepping.buckets import Bucket
 from apex_testkit.optimizer_models import (
     ModelParam,
     assert_near,
@@ -25,11 +27,15 @@ from apex_testkit.optimizer_models import (
 )
 from apex_testkit.optimizer_modes import MODES, group_options
 
-SEQUENCES = int(os.environ.get("OPTIMIZER_SEQUENCES", "0")) // len(MODES) or 20
+SEQUENCES = int(os.environ.get("OPTIMIZER_SEQUENCES", "0")) // len(MODES) or 50
 SEED = os.environ.get("OPTIMIZER_SEED")
 SIZES = st.sampled_from([(0,), (1,), (3,), (2, 3), (4, 4)])
 SEEDS = st.integers(0, 2**16)
 PICK = st.integers(0, 99)
+
+
+def no_launch(*_):
+    raise ArithmeticError("this launch fails")
 
 
 class OptimizerMachine(RuleBasedStateMachine):
@@ -39,14 +45,21 @@ class OptimizerMachine(RuleBasedStateMachine):
         super().__init__()
         self.mode = mode
         self.saved = None
+        self.patch = pytest.MonkeyPatch()
+
+    def teardown(self):
+        self.patch.undo()
 
     @initialize(
         shapes=st.lists(st.lists(SIZES, max_size=3), min_size=1, max_size=3),
         pick=PICK,
         unfreezes=st.booleans(),
+        holds=st.booleans(),
     )
-    def make(self, shapes, pick, unfreezes):
+    def make(self, shapes, pick, unfreezes, holds):
         torch.manual_seed(pick)
+        if holds:  # lists of few tensors, too, which otherwise are not worth it
+            self.patch.setattr(held_lists, "MIN_TENSORS", 1)
         self.params, self.models, self.hyper, self.counts = [], [], [], []
         for index, sizes in enumerate(shapes):
             self._add(sizes, pick + index)
@@ -278,7 +291,7 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     # A call that fails.
 
-    @rule(pick=PICK, seed=SEEDS, kind=st.sampled_from(["dtype", "sparse", "number"]))
+    @rule(pick=PICK, seed=SEEDS, kind=st.sampled_from(["dtype", "sparse", "number", "launch"]))
     def failing_step(self, pick, seed, kind):
         index, param, _ = self._picked(pick)
         if param is None:
@@ -289,7 +302,7 @@ class OptimizerMachine(RuleBasedStateMachine):
             group["lr"] = None
         elif kind == "sparse":
             self.mode.set_gradient(param, torch.zeros_like(param.detach()).to_sparse())
-        else:
+        elif kind == "dtype":
             wrong = torch.float32 if param.dtype == torch.float64 else torch.float64
             wrong = torch.int32 if self.mode.decoupled else wrong
             grad = torch.zeros_like(param.detach())
@@ -297,13 +310,20 @@ class OptimizerMachine(RuleBasedStateMachine):
             grad.data = grad.data.to(wrong)  # torch itself would refuse to set it
         params = [param for _, param, _ in self._pairs()]
         before = everything(self.optimizer, params)
-        with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
-            self.optimizer.step()
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "launch":  # once states are made
+                patch.setattr(Bucket, "_call", no_launch)
+            with pytest.raises((ArithmeticError, RuntimeError, TypeError, ValueError)):
+                self.optimizer.step()
         group["lr"] = lr
         after = everything(self.optimizer, params)
         assert before.keys() == after.keys()
+        # NovoGrad forgets the norms of parameters whose state somebody has dropped.
+        stateless = {index for index, p, _ in self._pairs() if not self.optimizer.state.get(p)}
+        forgotten = {f"group {index}" for index in stateless} if kind == "launch" else ()
         for key, value in before.items():
-            assert torch.equal(value.nan_to_num(7), after[key].nan_to_num(7)), key
+            if key[0] not in forgotten:
+                assert torch.equal(value.nan_to_num(7), after[key].nan_to_num(7)), key
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
