@@ -203,12 +203,10 @@ class FusedNovoGrad(FusedOptimizer):
     def step_bucket(self, bucket: NovoGradBucket) -> None:
         group = bucket.group
         vector, slots = group[NORMS][bucket.kind], bucket.slots
-        norms = vector
-        if slots is not None:
-            norms = vector.index_select(0, slots).to(bucket.params[0].device)
-        numbers = self.numbers_of(bucket)
+        device, numbers = bucket.params[0].device, self.numbers_of(bucket)
+        norms = vector if slots is None else vector.index_select(0, slots).to(device)
         if group["init_zero"]:
-            _zero_at_first_step(norms, numbers)
+            norms = _zero_at_first_step(norms, numbers)
         is_first = numbers.device_step is not None or numbers.step == 1
         bucket.run(
             novograd_step,
@@ -232,17 +230,19 @@ class FusedNovoGrad(FusedOptimizer):
         )
         if slots is not None:
             vector.index_copy_(0, slots, norms.to(vector.device))
+        elif norms is not vector:
+            vector.copy_(norms)
         numbers.count(bucket)
 
 
-def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> None:
+def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> Tensor:
+    """Other norms where the first step begins: of a launch that fails nothing may be left."""
     if numbers.device_step is not None:
         is_first = numbers.device_step == 1
         if numbers.found_inf is not None:  # a skipped step has the number of the one before
             is_first = is_first & (numbers.found_inf == 0)
-        norms.masked_fill_(is_first, 0.0)
-    elif numbers.step == 1:
-        norms.zero_()
+        return norms.masked_fill(is_first, 0.0)
+    return torch.zeros_like(norms) if numbers.step == 1 else norms
 
 
 def _norms_of_shards(bucket: NovoGradBucket) -> Tensor:
