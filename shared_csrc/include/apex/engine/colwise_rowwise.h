@@ -14,6 +14,18 @@
 #include "apex/engine/colwise.h"
 #include "apex/engine/samplewise.h"
 
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+template <class P>
+concept SampleProgram = RowProgram<P> && requires(const P& program, int64_t sample) {
+  { program.of_sample(sample) } -> std::same_as<P>;
+  P::kSums;
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
+
 #if defined(APEX_GPU)
 #include "apex/engine/colwise_rowwise_gpu.h"
 #else

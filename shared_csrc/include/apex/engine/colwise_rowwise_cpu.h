@@ -127,7 +127,7 @@ class SampleMatrices {
   const Program& program_;
 };
 
-template <class Context, class Program>
+template <class Context, SampleProgram Program>
 void colwise_rowwise(const Context& context, int64_t samples, int64_t rows, int64_t columns,
                      const Program& program) {
   if (samples == 0 || rows == 0 || columns == 0) return;

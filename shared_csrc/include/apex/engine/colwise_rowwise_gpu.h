@@ -75,7 +75,7 @@ __global__ void sample_tiles(int64_t rows, int64_t columns, int64_t tiles, T* pa
               program.of_sample(sample));
 }
 
-template <class Context, class Program>
+template <class Context, SampleProgram Program>
 void colwise_rowwise(const Context& context, int64_t samples, int64_t rows, int64_t columns,
                      const Program& program) {
   using T = typename Program::value_type;

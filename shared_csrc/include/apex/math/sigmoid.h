@@ -1,4 +1,4 @@
-// The logistic function.
+// The logistic function, and SiLU, x * sigmoid(x).
 #pragma once
 
 #include "apex/math/exp.h"
@@ -9,6 +9,17 @@ inline namespace APEX_BACKEND_NS {
 template <class T>
 APEX_HD T sigmoid(T x) {
   return T(1) / (T(1) + exponential(-x));
+}
+
+template <class T>
+APEX_HD T silu(T x) {
+  return x * sigmoid(x);
+}
+
+// The derivative of SiLU at x, where s is sigmoid(x).
+template <class T>
+APEX_HD T silu_slope(T x, T s) {
+  return s * (T(1) + x * (T(1) - s));
 }
 
 }  // namespace APEX_BACKEND_NS

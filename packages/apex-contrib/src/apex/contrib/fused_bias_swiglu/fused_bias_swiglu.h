@@ -30,7 +30,7 @@ struct SwigluForward {
     row.each(
         [=](T& y, T a, T b, T bias_a, T bias_b) {
           a += of_bias(bias_a);
-          y = a * sigmoid(a) * (b + of_bias(bias_b));
+          y = silu(a) * (b + of_bias(bias_b));
         },
         row.ahead(row.out(y)), row.ahead(row.in(input, 2 * n)), row.ahead(row.in(input + n, 2 * n)),
         row.shared(bias), row.shared(bias + n));
@@ -62,7 +62,7 @@ struct SwigluBackward {
           a += of_bias(bias_a);
           b += of_bias(bias_b);
           T s = sigmoid(a);
-          da = dy * b * s * (T(1) + a * (T(1) - s));
+          da = dy * b * silu_slope(a, s);
           db = dy * a * s;
         },
         row.ahead(first), row.ahead(second), row.ahead(row.in(dy)), row.ahead(row.in(input, 2 * n)),

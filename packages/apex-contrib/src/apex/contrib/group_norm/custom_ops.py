@@ -28,12 +28,7 @@ def one_time_warning(msg: str) -> None:
     warnings.warn(msg, stacklevel=3)
 
 
-@torch.library.custom_op(
-    "apex::group_norm_nhwc_fprop",
-    mutates_args=(),
-    schema=f"(Tensor x, {_OPTIONS}) -> (Tensor, Tensor)",
-)
-def group_norm_nhwc_fprop(
+def fake_group_norm_nhwc_fprop(
     x, G, weight, bias, eps, act=None, passes=1, use_group_norm_v2=False
 ) -> tuple[Tensor, Tensor]:
     """Return ``y``, channels-last, and ``sums``, in float32 at least.
@@ -51,12 +46,7 @@ def group_norm_nhwc_fprop(
     return y, torch.cat((mean, rstd))
 
 
-@torch.library.custom_op(
-    "apex::group_norm_nhwc_bprop",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor sums, Tensor x, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
-def group_norm_nhwc_bprop(
+def fake_group_norm_nhwc_bprop(
     grad_output, sums, x, G, weight, bias, eps, act=None, passes=1, use_group_norm_v2=False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``x``, weight and bias; errors are those of the forward.
@@ -82,23 +72,23 @@ def group_norm_nhwc_bprop(
     return dx, dweight, dbias
 
 
-@group_norm_nhwc_fprop.register_fake
-def fake_group_norm_nhwc_fprop(
-    x, G, weight, bias, eps, act=None, passes=1, use_group_norm_v2=False
-) -> tuple[Tensor, Tensor]:
-    y, mean, _ = ops.group_norm_nhwc_forward(x, weight, bias, G, eps, is_silu(act))
-    return y, mean.new_empty(2 * mean.numel())
+def _register(name: str, function: Any, schema: str) -> Any:
+    """An operator whose fake kernel is the function itself: that calls operators which have one."""
+    operator = torch.library.custom_op(f"apex::{name}", function, mutates_args=(), schema=schema)
+    operator.register_fake(function)
+    return operator
 
 
-@group_norm_nhwc_bprop.register_fake
-def fake_group_norm_nhwc_bprop(
-    grad_output, sums, x, G, weight, bias, eps, act=None, passes=1, use_group_norm_v2=False
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = sums.chunk(2)
-    dx, dweight, dbias = ops.group_norm_nhwc_backward(
-        grad_output, x, weight, bias, mean, rstd, G, eps, is_silu(act), True
-    )
-    return dx, dweight, dbias
+group_norm_nhwc_fprop = _register(
+    "group_norm_nhwc_fprop",
+    fake_group_norm_nhwc_fprop,
+    f"(Tensor x, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+group_norm_nhwc_bprop = _register(
+    "group_norm_nhwc_bprop",
+    fake_group_norm_nhwc_bprop,
+    f"(Tensor grad_output, Tensor sums, Tensor x, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

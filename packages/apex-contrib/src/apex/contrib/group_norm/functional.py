@@ -10,21 +10,53 @@ from torch import Tensor
 from .._shared.native.operands import beside, check_floating, exact
 from .group_norm_nhwc.formula import group_norm_nhwc
 
-_NAME = "GroupNorm"
+NAME = "GroupNorm"
 _ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 
 
 def group_norm(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
+    x: Tensor,
+    G: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str | None = None,
 ) -> Tensor:
-    """What ``cuda_group_norm_nhwc_one_pass`` documents."""
+    r"""Group normalization by our kernels, on every device.
+
+    .. math::
+        p = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b, \qquad
+        y = p \text{ or } \frac{p}{1 + e^{-p}}
+
+    with mean and biased variance over all elements of a sample's group of C / G channels.
+
+    Args:
+        x: ``[N, C, *]``; float64, float32, float16 or bfloat16. Without a copy where it is
+            channels-last in memory.
+        G: number of groups, which divides C.
+        weight, bias: ``[C]``, or None for one and zero; both in float32, float16 or bfloat16, or in
+            float64 for float64.
+        eps: added to the variance.
+        act: "silu" or "swish" for SiLU; "" or None for none.
+
+    Returns:
+        ``[N, C, *]`` in the dtype of ``x``, channels-last in memory. Computed in float32, or in
+        float64 for float64. Autocast changes nothing.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: shapes or devices do not fit, ``eps`` is negative, or ``act`` is another word.
+
+    Source:
+        Wu & He 2018, "Group normalization", https://arxiv.org/abs/1803.08494
+    """
     silu = is_silu(act)
-    check(x, groups, weight, bias, eps)
+    check(x, G, weight, bias, eps)
     if weight is not None:
         weight = exact(beside(x, weight))
     if bias is not None:
         bias = exact(beside(x, bias))
-    return group_norm_nhwc(x, weight, bias, groups, float(eps), silu)
+    return group_norm_nhwc(x, weight, bias, G, float(eps), silu)
 
 
 def is_nhwc(x: Tensor) -> bool:
@@ -51,33 +83,33 @@ def is_silu(act: str | None) -> bool:
         ValueError: it is none that we know.
     """
     if act not in _ACTIVATIONS:
-        raise ValueError(f'{_NAME}: act must be "silu", "swish", "" or None, got {act!r}.')
+        raise ValueError(f'{NAME}: act must be "silu", "swish", "" or None, got {act!r}.')
     return _ACTIVATIONS[act]
 
 
 def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
     """Raise TypeError or ValueError for operands that the kernels do not take."""
-    check_floating(_NAME, "x", x)
+    check_floating(NAME, "x", x)
     if x.dim() < 2 or x.shape[1] == 0:
-        raise ValueError(f"{_NAME}: x must have shape [N, C, *] with C > 0, got {list(x.shape)}.")
+        raise ValueError(f"{NAME}: x must have shape [N, C, *] with C > 0, got {list(x.shape)}.")
     channels = x.shape[1]
     if groups < 1 or channels % groups:
         raise ValueError(
-            f"{_NAME}: the number of groups must divide the {channels} channels of x "
+            f"{NAME}: the number of groups must divide the {channels} channels of x "
             f"{list(x.shape)}, got {groups}."
         )
     if not eps >= 0:
-        raise ValueError(f"{_NAME}: eps must not be negative, got {eps}.")
+        raise ValueError(f"{NAME}: eps must not be negative, got {eps}.")
     for argument, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
-        check_floating(_NAME, argument, tensor)
+        check_floating(NAME, argument, tensor)
         if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
-            raise TypeError(f"{_NAME}: {argument} is {tensor.dtype}, but x is {x.dtype}; cast one.")
+            raise TypeError(f"{NAME}: {argument} is {tensor.dtype}, but x is {x.dtype}; cast one.")
         if tensor.shape != (channels,) or tensor.device != x.device:
             raise ValueError(
-                f"{_NAME}: {argument} must have shape [{channels}] on {x.device}, as the channels "
+                f"{NAME}: {argument} must have shape [{channels}] on {x.device}, as the channels "
                 f"of x {list(x.shape)}; got {list(tensor.shape)} on {tensor.device}."
             )
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        raise TypeError(f"{_NAME}: bias is {bias.dtype}, but weight is {weight.dtype}; cast one.")
+        raise TypeError(f"{NAME}: bias is {bias.dtype}, but weight is {weight.dtype}; cast one.")

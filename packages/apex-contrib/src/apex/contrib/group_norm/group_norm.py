@@ -9,8 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .custom_ops import group_norm_nhwc_bprop, group_norm_nhwc_fprop, one_time_warning
-from .functional import group_norm, is_nhwc, is_silu
+from .._shared.native.operands import check_floating
+from .custom_ops import (
+    fake_group_norm_nhwc_bprop,
+    fake_group_norm_nhwc_fprop,
+    group_norm_nhwc_bprop,
+    group_norm_nhwc_fprop,
+    one_time_warning,
+)
+from .functional import NAME, group_norm, is_nhwc, is_silu
 from .group_norm_nhwc.formula import group_norm_nhwc
 
 __all__ = [
@@ -19,6 +26,8 @@ __all__ = [
     "cuda_group_norm_nhwc_two_pass",
     "cuda_group_norm_v2_nhwc",
     "decompositions",
+    "fake_group_norm_nhwc_bprop",
+    "fake_group_norm_nhwc_fprop",
     "get_cc_and_sm_count",
     "group_norm_nhwc_bprop",
     "group_norm_nhwc_fprop",
@@ -42,75 +51,18 @@ def torch_group_norm(
         act: "silu" or "swish" for SiLU; "" or None for none.
 
     Raises:
+        TypeError: ``x`` is no float64, float32, float16 or bfloat16 tensor.
         ValueError: ``act`` is another word.
     """
     silu = is_silu(act)
+    check_floating(NAME, "x", x)
     wide = x if w is None else x.to(w.dtype)
     y = F.group_norm(wide, g, w, b, eps)
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
-def cuda_group_norm_nhwc_one_pass(
-    x: Tensor,
-    G: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: str | None = None,
-) -> Tensor:
-    r"""Group normalization by our kernels; despite its name on every device.
-
-    .. math::
-        p = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b, \qquad
-        y = p \text{ or } \frac{p}{1 + e^{-p}}
-
-    with mean and biased variance over all elements of a sample's group of C / G channels.
-
-    Args:
-        x: ``[N, C, *]``; float64, float32, float16 or bfloat16. Without a copy where it is
-            channels-last in memory.
-        G: number of groups, which divides C.
-        weight, bias: ``[C]``, or None for one and zero; both in float32, float16 or bfloat16, or in
-            float64 for float64.
-        eps: added to the variance.
-        act: "silu" or "swish" for SiLU; "" or None for none.
-
-    Returns:
-        ``[N, C, *]`` in the dtype of ``x``, channels-last in memory. Computed in float32, or in
-        float64 for float64. Autocast changes nothing.
-
-    Raises:
-        TypeError: a dtype is not one of those above.
-        ValueError: shapes or devices do not fit, ``eps`` is negative, or ``act`` is another word.
-
-    Source:
-        Wu & He 2018, "Group normalization", https://arxiv.org/abs/1803.08494
-    """
-    return group_norm(x, G, weight, bias, eps, act)
-
-
-def cuda_group_norm_nhwc_two_pass(
-    x: Tensor,
-    G: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: str | None = None,
-) -> Tensor:
-    """:func:`cuda_group_norm_nhwc_one_pass`; Apex has other kernels for large samples."""
-    return cuda_group_norm_nhwc_one_pass(x, G, weight, bias, eps, act)
-
-
-def cuda_group_norm_v2_nhwc(
-    x: Tensor,
-    G: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: str | None = None,
-) -> Tensor:
-    """:func:`cuda_group_norm_nhwc_one_pass`; Apex has other kernels for some shapes."""
-    return cuda_group_norm_nhwc_one_pass(x, G, weight, bias, eps, act)
+# Apex has kernels for small samples, for large ones, and for some shapes. Ours are for all.
+cuda_group_norm_nhwc_one_pass = cuda_group_norm_nhwc_two_pass = cuda_group_norm_v2_nhwc = group_norm
 
 
 @functools.cache
@@ -229,7 +181,7 @@ class GroupNorm(nn.Module):
         """Normalize ``input`` ``[N, C, *]``."""
         given = (input, self.num_groups, self.weight, self.bias, self.eps, self.act)
         if self._check_legality(input):
-            return cuda_group_norm_nhwc_one_pass(*given)
+            return group_norm(*given)
         return torch_group_norm(*given)
 
     def _check_legality(self, x: Tensor) -> bool:

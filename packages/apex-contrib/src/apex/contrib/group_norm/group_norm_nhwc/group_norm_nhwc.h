@@ -55,6 +55,16 @@ APEX_HD T median(T a, T b, T c) {
   return low > upper ? low : upper;
 }
 
+// A view for a functor that takes an exp, or not.
+template <bool kExp, class R, class View>
+APEX_HD auto ahead(const R& row, const View& view) {
+  if constexpr (kExp) {
+    return row.ahead(view);
+  } else {
+    return view;
+  }
+}
+
 template <class X, bool kSilu>
 struct GroupNormForward {
   using value_type = compute_t<X>;
@@ -135,26 +145,21 @@ struct GroupNormForward {
   APEX_HD void row(R& row) const {
     const int64_t channels = row.columns();
     const T *pivot = vectors, *scale = pivot + channels, *shift = scale + channels;
-    auto normalize = [](T& y, T x, T pivot, T scale, T shift) {
-      T p = (x - pivot) * scale + shift;
-      y = kSilu ? p * sigmoid(p) : p;
-    };
-    if constexpr (kSilu) {
-      row.each(normalize, row.ahead(row.out(y)), row.ahead(row.in(x)), row.shared(pivot),
-               row.shared(scale), row.shared(shift));
-    } else {
-      row.each(normalize, row.out(y), row.in(x), row.shared(pivot), row.shared(scale),
-               row.shared(shift));
-    }
+    row.each(
+        [](T& y, T x, T pivot, T scale, T shift) {
+          T p = (x - pivot) * scale + shift;
+          y = kSilu ? silu(p) : p;
+        },
+        ahead<kSilu>(row, row.out(y)), ahead<kSilu>(row, row.in(x)), row.shared(pivot),
+        row.shared(scale), row.shared(shift));
   }
 };
 
 // dp of the file's comment.
 template <bool kSilu, class T>
-APEX_HD T silu_gradient(T dy, T p) {
-  if constexpr (!kSilu) return dy;
-  T s = sigmoid(p);
-  return dy * s * (T(1) + p * (T(1) - s));
+APEX_HD T activation_gradient(T dy, T p) {
+  if constexpr (kSilu) return dy * silu_slope(p, sigmoid(p));
+  return dy;
 }
 
 template <class X, bool kSilu>
@@ -201,23 +206,14 @@ struct GroupNormBackward {
   APEX_HD void column_sums(R& row) const {
     const int64_t channels = row.columns();
     const T *mu = vectors, *scale = mu + channels, *of_bias = scale + channels;
-    if constexpr (kSilu) {
-      row.template accumulate<kSums>(
-          [](Array<T, 2>& sums, T dy, T x, T mu, T scale, T bias) {
-            T dp = silu_gradient<true>(dy, (x - mu) * scale + bias);
-            sums[0] += dp;
-            sums[1] += dp * (x - mu);
-          },
-          row.ahead(row.in(dy)), row.ahead(row.in(x)), row.shared(mu), row.shared(scale),
-          row.shared(of_bias));
-    } else {
-      row.template accumulate<kSums>(
-          [](Array<T, 2>& sums, T dy, T x, T mu) {
-            sums[0] += dy;
-            sums[1] += dy * (x - mu);
-          },
-          row.in(dy), row.in(x), row.shared(mu));
-    }
+    row.template accumulate<kSums>(
+        [](Array<T, 2>& sums, T dy, T x, T mu, T scale, T bias) {
+          T d = x - mu, dp = activation_gradient<kSilu>(dy, d * scale + bias);
+          sums[0] += dp;
+          sums[1] += dp * d;
+        },
+        ahead<kSilu>(row, row.in(dy)), ahead<kSilu>(row, row.in(x)), row.shared(mu),
+        row.shared(scale), row.shared(of_bias));
   }
 
   template <class G, class Sums>
@@ -247,20 +243,14 @@ struct GroupNormBackward {
     const int64_t channels = row.columns();
     const T *mu = vectors, *scale = mu + channels, *of_bias = scale + channels,
             *slope = of_bias + channels, *shift = slope + channels;
-    if constexpr (kSilu) {
-      row.each(
-          [](T& dx, T dy, T x, T mu, T scale, T bias, T slope, T shift) {
-            T d = x - mu, dp = silu_gradient<true>(dy, d * scale + bias);
-            dx = dp * scale - d * slope - shift;
-          },
-          row.ahead(row.out(dx)), row.ahead(row.in(dy)), row.ahead(row.in(x)), row.shared(mu),
-          row.shared(scale), row.shared(of_bias), row.shared(slope), row.shared(shift));
-    } else {
-      row.each([](T& dx, T dy, T x, T mu, T scale, T slope,
-                  T shift) { dx = dy * scale - (x - mu) * slope - shift; },
-               row.out(dx), row.in(dy), row.in(x), row.shared(mu), row.shared(scale),
-               row.shared(slope), row.shared(shift));
-    }
+    row.each(
+        [](T& dx, T dy, T x, T mu, T scale, T bias, T slope, T shift) {
+          T d = x - mu, dp = activation_gradient<kSilu>(dy, d * scale + bias);
+          dx = dp * scale - d * slope - shift;
+        },
+        ahead<kSilu>(row, row.out(dx)), ahead<kSilu>(row, row.in(dy)), ahead<kSilu>(row, row.in(x)),
+        row.shared(mu), row.shared(scale), row.shared(of_bias), row.shared(slope),
+        row.shared(shift));
   }
 };
 
