@@ -19,6 +19,8 @@ from .targets import Target
 SHOWN_ERROR_LINES = 20
 BUILD_TIMEOUT_S = 3600  # for a compiler that hangs: all kernels of a wheel take minutes
 INTERRUPT_TIMEOUT_S = 5
+OLD_LIBRARIES_OBJECT = "old_libraries.o"
+NO_EXPORTS_FILE = "no_exports.map"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +96,15 @@ def _command(*words: object) -> str:
     return shlex.join(map(str, words)).replace("$", "$$")
 
 
-def _rules(target: Target) -> list[str]:
+def _rules(target: Target, portable: bool) -> list[str]:
     launcher = shlex.split(os.environ.get("APEX_COMPILER_LAUNCHER", ""))
     compiler = _command(*launcher, *toolchain.compiler_for(target.backend))
     flags = toolchain.compile_flags(target) + toolchain.include_flags(target)
     compile_rule = _command(*flags)
-    link_rule = _command(*toolchain.link_flags(target))
+    link_words = toolchain.link_flags(target)
+    if portable:
+        link_words += toolchain.portable_link_flags(target, NO_EXPORTS_FILE)
+    link_rule = _command(*link_words)
     if target.backend == "hip":
         compiler = f"env HIP_PLATFORM=amd {compiler}"
     name = target.name
@@ -144,22 +149,38 @@ def _emulator_rules() -> list[str]:
     ]
 
 
-def _write_ninja(ops: list[Op], targets: list[Target], folder: Path) -> None:
+def _old_libraries_rules() -> list[str]:
+    """Compiles what keeps a wheel's libraries loadable on older systems."""
+    flags = toolchain.old_libraries_flags()
+    compile_rule = _command(*toolchain.find_cxx(), *flags)
+    return [
+        "rule old_libraries",
+        f"  command = {compile_rule} -c $in -o $out",
+        f"build {OLD_LIBRARIES_OBJECT}: old_libraries {_escape(toolchain.OLD_LIBRARIES)}",
+        "",
+    ]
+
+
+def _write_ninja(ops: list[Op], targets: list[Target], folder: Path, portable: bool) -> None:
     lines = ["ninja_required_version = 1.8", ""]
+    if portable:
+        (folder / NO_EXPORTS_FILE).write_text(toolchain.NO_EXPORTS)
+        lines += _old_libraries_rules()
     for target in targets:
-        lines += _rules(target)
+        lines += _rules(target, portable)
         stub = toolchain.gpu_stub_name(target)
         if stub is not None:
             lines += _stub_rules(target)
             (folder / "gpu_stub.cpp").write_text(
                 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
             )
-        objects = []
+        objects = [OLD_LIBRARIES_OBJECT] if portable else []
         if target.backend == "emu":
             lines += _emulator_rules()
             objects.append("emulator.o")
         for op in ops:
-            flags = [f"-I{op.folder.resolve()}", *toolchain.path_flags(target, op.folder)]
+            paths = toolchain.path_flags(target, op.folder, folder.resolve())
+            flags = [f"-I{op.folder.resolve()}", *paths]
             for source in op.sources:
                 objects.append(f"{op.unit_name(source)}.{target.name}.o")
                 lines += [
@@ -187,6 +208,7 @@ def build(
     *,
     package: str,
     log: Path | None = None,
+    portable: bool = False,
 ) -> dict[Target, Path]:
     """Compile all ``ops`` for each target and link one library per target.
 
@@ -196,6 +218,7 @@ def build(
         folder: where the ninja file, objects and libraries go; kept for incremental builds.
         package: the package's name, for messages.
         log: the file that the compilers' output goes to; ``<folder>/build.log`` by default.
+        portable: whether the libraries must load on systems older than this one, as a wheel's must.
 
     Returns:
         The library of each target, ``<folder>/<target name>.so``.
@@ -205,7 +228,7 @@ def build(
     """
     ops, targets = list(ops), list(targets)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_ninja(ops, targets, folder)
+    _write_ninja(ops, targets, folder, portable)
     command = [toolchain.find_ninja(), "-C", str(folder)]
     max_jobs = os.environ.get("MAX_JOBS", "")
     if max_jobs:

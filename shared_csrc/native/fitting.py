@@ -18,7 +18,7 @@ def why_unfit(entry: dict[str, Any]) -> str | None:
         return None if entry["level"] in levels else f"is for {entry['level']} processors"
     archs = ", ".join(entry["archs"])
     if backend == "cuda":
-        here = _major(torch.version.cuda)
+        here = major(torch.version.cuda)
         # An older library runs: it has its own runtime, and the driver suits torch's newer one.
         if toolkit and here and toolkit > here:
             return f"was compiled with CUDA {toolkit}, and this torch is for CUDA {here}"
@@ -26,14 +26,15 @@ def why_unfit(entry: dict[str, Any]) -> str | None:
         if targets.runs_on(tuple(entry["archs"]), capability):
             return None
         return f"is for {archs}, and this GPU is sm_{capability[0]}{capability[1]}"
-    here = _major(torch.version.hip)
+    here = major(torch.version.hip)
     if toolkit and here and toolkit != here:  # it needs libamdhip64.so of its own version
         return f"was compiled with ROCm {toolkit}, and this torch is for ROCm {here}"
     own = jit.own_rocm_arch()
     return None if own in entry["archs"] else f"is for {archs}, and this GPU is {own}"
 
 
-def _major(version: str | None) -> int | None:
+def major(version: str | None) -> int | None:
+    """The first number of a version such as 13.0; None without one."""
     head = (version or "").partition(".")[0]
     return int(head) if head.isdigit() else None
 

@@ -6,9 +6,11 @@ link ``_shared`` that an editable install makes.
 """
 
 import os
+import re
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,32 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SHARED = Path(__file__).resolve().parent.parent
 # What a wheel needs of shared_csrc: to compile an op on first use, and to load it.
-_VENDORED = ("__init__.py", "native/**/*.py", "include/**/*.h")
+_VENDORED = ("__init__.py", "native/**/*.py", "include/**/*.h", "include/apex/*.cpp")
 
 
 class VersionHook(MetadataHookInterface):
-    """Takes the version from pyproject.toml's hook table, or from ``BUILD_VERSION``."""
+    """Takes the version from pyproject.toml's hook table; ``BUILD_VERSION`` may extend it."""
 
     PLUGIN_NAME = "custom"
 
     def update(self, metadata: dict[str, Any]) -> None:
-        metadata["version"] = os.environ.get("BUILD_VERSION") or self.config["version"]
+        metadata["version"] = chosen_version(self.config["version"], os.environ)
+
+
+def chosen_version(own: str, environ: Mapping[str, str]) -> str:
+    """The package's version, or ``BUILD_VERSION`` where that adds a local part: ``1.0.0+cu130``.
+
+    Raises:
+        ValueError: BUILD_VERSION is another version. It is often set for the build of something
+            else, and a package must not change its version by that.
+    """
+    wanted = environ.get("BUILD_VERSION") or own
+    if wanted != own and not re.fullmatch(rf"{re.escape(own)}\+[a-zA-Z0-9.]+", wanted):
+        raise ValueError(
+            f"BUILD_VERSION is {wanted!r}, and this package has version {own}: it may only add a "
+            f"local part, as in {own}+local. Unset it, or set it for the build of one package."
+        )
+    return wanted
 
 
 class BuildHook(BuildHookInterface):

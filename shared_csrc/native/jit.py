@@ -126,7 +126,13 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
     try:
         trust.make_private_folder(root)
         trust.check_trusted(root)
-        if not _is_built(library):
+        if trust.forbids_code(root):  # said now, not after a minute of compiling
+            raise BuildError(
+                f"{package}: {op.name} ({target.name}) cannot be kept in the cache folder {root}: "
+                "its file system forbids running code (noexec). Set APEX_CACHE_DIR to a folder on "
+                "one that allows it."
+            )
+        if not is_cached(library):
             _build_once(op, target, library, package)
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         raise BuildError(
@@ -136,7 +142,7 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
     return library
 
 
-def _is_built(library: Path) -> bool:
+def is_cached(library: Path) -> bool:
     """Whether the cache has the library, as it was built.
 
     Raises:
@@ -174,7 +180,7 @@ def _build_once(op: Op, target: Target, library: Path, package: str) -> None:
             f"(lock {folder}.lock). End it, or remove the lock, and try again."
         ) from None
     try:
-        if not _is_built(library):
+        if not is_cached(library):
             try:
                 _build_into(op, target, library, package)
             except BuildError as error:

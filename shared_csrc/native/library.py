@@ -6,7 +6,9 @@ import inspect
 import json
 import logging
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,10 +41,13 @@ class OpLibrary:
         self.package = namespace.replace("_", ".", 1)
         self.kernels = Path(file).resolve().parent / "_kernels"
         self.schemas: dict[str, str] = {}
+        self.op_folders: dict[str, Path] = {}  # of every op of the modules that are imported
+        self.doctor = f"`python -m {self.package}` shows what this installation finds."
         self._torch_library = torch.library.Library(namespace, "FRAGMENT")
         self._loaded: set[tuple[str, str]] = set()  # (op folder's name, device type)
         self._opened: set[Path] = set()
         self._lock = threading.RLock()
+        _warn_of_another_apex()
 
     def define(self, schema: str, file: str | None = None) -> Callable[[Callable[..., Any]], Any]:
         """Define an operator; the decorated function is its fake kernel and its documentation.
@@ -61,6 +66,7 @@ class OpLibrary:
 
         def decorate(fake: Callable[..., Any]) -> Any:
             folder = Path(file or fake.__code__.co_filename).parent
+            self.op_folders[folder.name] = folder
             self.schemas[name] = schema
             self._torch_library.define(schema)
             overload = getattr(getattr(torch.ops, self.namespace), name).default
@@ -89,7 +95,7 @@ class OpLibrary:
                     f"{overload.name()} has no kernel for {device_type or 'cpu'} tensors."
                 )
             _check_layouts(overload, args, kwargs)
-            op = _op_in(op_folder.resolve())
+            op = self.op_in(op_folder.resolve())
             self.load(op, device_type or self._device_of(op))
             this_thread.calls_again = True
             try:
@@ -144,7 +150,8 @@ class OpLibrary:
         try:
             return jit.build_op(op, jit.target_of(device_type), package=self.package)
         except BuildError as error:
-            raise (BuildError(f"{error}\n{said}") if said else error) from error.__cause__
+            lines = [str(error), *([said] if said else []), self.doctor]
+            raise BuildError("\n".join(lines)) from error.__cause__
 
     def _open(self, path: Path) -> None:
         try:
@@ -154,9 +161,11 @@ class OpLibrary:
 
             reason = str(error.__cause__ or error)  # the loader's own words, which torch may wrap
             remedy = remedy_for(reason, path, is_own=path.parent == self.kernels)
-            raise BuildError(f"{self.package}: cannot load {path}: {reason}. {remedy}.") from error
+            raise BuildError(
+                f"{self.package}: cannot load {path}: {reason}. {remedy}. {self.doctor}"
+            ) from error
 
-    def _prebuilt(self, op: Op, device_type: str) -> Path | None:
+    def find_prebuilt(self, op: Op, device_type: str) -> Path | None:
         """The wheel's own library with this op for this device, or None."""
         return self._search(op, device_type)[0]
 
@@ -176,6 +185,13 @@ class OpLibrary:
             unfit.append(f"{entry['file']} {reason}")
         return None, unfit
 
+    @staticmethod
+    def op_in(folder: Path) -> Op:
+        """The op whose kernels lie in a folder."""
+        from .build import Op
+
+        return Op(folder.name, folder)
+
     def manifest(self) -> dict[str, Any]:
         """What this wheel brings prebuilt; empty for a wheel of sources."""
         path = self.kernels / "manifest.json"
@@ -191,7 +207,7 @@ class OpLibrary:
         """Why an op's kernels cannot run, with the remedy; None if they can. Builds nothing."""
         from . import jit
 
-        op = _op_in(Path(op_folder))
+        op = self.op_in(Path(op_folder))
         if (op.name, device_type) in self._loaded:
             return None
         path, unfit = self._search(op, device_type)
@@ -218,7 +234,7 @@ class OpLibrary:
             raise BuildError(
                 f"{who}: the kernels of {Path(op_folder).name} for {device_type} are neither "
                 f"prebuilt in this installation of {self.package.replace('.', '-')} nor can they "
-                f"be compiled here, because {reason}."
+                f"be compiled here, because {reason}. {self.doctor}"
             )
 
 
@@ -232,13 +248,20 @@ def register_fake(library: torch.library.Library, name: str, fake: Callable[...,
     torch.library.register_fake(name, fake, lib=library)
 
 
+def _warn_of_another_apex() -> None:
+    """Warn where another project's apex was installed over ours, whose ``__init__`` would warn."""
+    file = getattr(sys.modules.get("apex"), "__file__", None)
+    if file is not None and not hasattr(sys.modules["apex"], "_WHEELS"):
+        warnings.warn(
+            f"{file}: another project's apex is installed over the Apex wheels, and their files "
+            "mix. Run `pip uninstall apex`, then install the Apex wheels again with "
+            "`pip install --force-reinstall --no-deps`.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 vars(inspect).get("modulesbyfile", {}).setdefault(inspect.getabsfile(register_fake), __name__)
-
-
-def _op_in(folder: Path) -> Op:
-    from .build import Op
-
-    return Op(folder.name, folder)
 
 
 _KEYS = {

@@ -80,6 +80,14 @@ def statistics_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
+    if x.is_cpu:  # quicker than x.device.type
+        return torch.is_autocast_enabled("cpu")
+    device_type = x.device.type
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """Cast floating-point tensors to autocast's dtype where it is enabled for the first's device.
 
@@ -88,11 +96,10 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     x = tensors[0]
     if not isinstance(x, Tensor):
         return tensors  # the check that follows says what is wrong
-    device_type = "cpu" if x.is_cpu else x.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+    if not is_autocast(x):
         return tensors
     if x.dtype == torch.float64 or not x.is_floating_point():
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(x.device.type)
     is_cast = lambda value: isinstance(value, Tensor) and value.is_floating_point()
     return tuple(value.to(dtype) if is_cast(value) else value for value in tensors)

@@ -63,7 +63,8 @@ def build_prebuilt(
         names, where = (", ".join(dict.fromkeys(x.name for x in xs)) for xs in (ops, wanted))
         print(f"{package}: compiling {names} for {where}", file=sys.stderr, flush=True)
         began = time.monotonic()
-        built = build(ops, wanted, Path(work), package=package, log=Path(log))
+        folder, file = Path(work), Path(log)
+        built = build(ops, wanted, folder, package=package, log=file, portable=True)
         print(f"{package}: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr)
         os.unlink(log)  # it outlives a failure alone, whose message names it
         output.mkdir(parents=True)

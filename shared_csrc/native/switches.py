@@ -89,6 +89,16 @@ def read_switches(package_root: Path, environ: Mapping[str, str]) -> Switches:
     return switches
 
 
+def switched_on(package: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The variables that are on, whatever wheel they are for, each with the name that it asks for.
+
+    Args:
+        package: the name below ``apex``.
+        environ: the environment.
+    """
+    return [(variable, name) for variable, name, is_on in _variables(package, environ) if is_on]
+
+
 def known_names() -> set[str]:
     """The names of all Apex packages: of a checkout's, or as the sdist lists them.
 

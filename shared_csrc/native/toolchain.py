@@ -129,7 +129,7 @@ def _check_packaged_cuda(nvcc: Path) -> None:
         except metadata.PackageNotFoundError:
             raise BuildError(
                 f"{nvcc} comes from nvidia-cuda-nvcc, but {name} is not installed. Install the "
-                "`cuda` extra of this package, such as: pip install 'apex-optimizers[cuda]'"
+                "`nvcc` extra of this package, such as: pip install 'apex-optimizers[nvcc]'"
             ) from None
     minors = {".".join(version.split(".")[:2]) for version in versions.values()}
     if len(minors) > 1:
@@ -160,8 +160,8 @@ def compiler_for(backend: str) -> list[str]:
     if backend == "cuda":
         compiler = find_nvcc()
         remedy = (
-            "Set CUDA_HOME, put nvcc on PATH, or install the `cuda` extra of this package, which "
-            "brings nvcc: pip install 'apex-optimizers[cuda]'"
+            "Set CUDA_HOME, put nvcc on PATH, or install the `nvcc` extra of this package, which "
+            "brings nvcc of CUDA 13: pip install 'apex-optimizers[nvcc]'"
         )
     else:
         compiler = find_hipcc()
@@ -272,9 +272,13 @@ def _has_thrust(hipcc: Path) -> bool:
     return any((root / "include" / "thrust" / "complex.h").is_file() for root in roots)
 
 
-def path_flags(target: Target, op_folder: Path) -> list[str]:
-    """Keep this machine's paths out of libraries, so that where they are built does not matter."""
+def path_flags(target: Target, op_folder: Path, build_folder: Path) -> list[str]:
+    """Keep this machine's paths out of libraries, so that where they are built does not matter.
+
+    ccache makes paths relative to the folder that the compiler runs in.
+    """
     places = {op_folder.resolve(): op_folder.name, INCLUDE: "include", torch_root(): "torch"}
+    places |= {os.path.relpath(path, build_folder): name for path, name in places.items()}
     flags = [f"-ffile-prefix-map={path}={name}" for path, name in places.items()]
     if target.backend == "cuda":  # nvcc gives these to a shell of its own, as they are
         return [word for flag in flags for word in ("-Xcompiler", shlex.quote(flag))]
@@ -291,8 +295,32 @@ def link_flags(target: Target) -> list[str]:
         return [*flags, *(f"-Wl,--wrap={name}" for name in _WRAPPED), "-ltorch_cpu", "-ldl"]
     stub = {"cuda": "torch_cuda", "hip": "torch_hip"}[target.backend]
     if target.backend == "cuda":
-        flags += ["--cudart", "static"]
+        # No kernel calls another file's: linking them would only write this machine's paths down.
+        flags += ["--cudart", "static", "--no-device-link"]
+        # nvcc looks into lib64, and the package index's has lib alone.
+        own = Path(compiler_for("cuda")[0]).parent.parent / "lib"
+        if (own / "libcudart_static.a").is_file():
+            flags.append(f"-L{own}")
     return [*flags, "-ltorch_cpu", "-L.", f"-l{stub}"]
+
+
+# No symbol is visible outside of a wheel's library: torch finds the kernels by their registration.
+NO_EXPORTS = "{ local: *; };\n"
+# What is compiled into it beside the ops, and why: see there.
+OLD_LIBRARIES = INCLUDE / "apex" / "old_libraries.cpp"
+
+
+def old_libraries_flags() -> list[str]:
+    prefix = f"-ffile-prefix-map={INCLUDE}=include"
+    return ["-std=c++20", "-O2", *_CPU_FLAGS, "-fno-builtin", prefix]
+
+
+def portable_link_flags(target: Target, version_script: str) -> list[str]:
+    """Linker arguments of a wheel's library: no exports, no debug data, libgcc's own functions."""
+    words = [f"--version-script={version_script}", "--strip-all"]
+    if target.backend == "cuda":  # nvcc hands on what follows its own option
+        return [word for each in words for word in ("-Xlinker", each)] + ["-lgcc"]
+    return [*(f"-Wl,{word}" for word in words), "-lgcc"]
 
 
 def gpu_stub_name(target: Target) -> str | None:

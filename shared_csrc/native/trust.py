@@ -59,6 +59,11 @@ def check_trusted(path: Path) -> None:
     )
 
 
+def forbids_code(path: Path) -> bool:
+    """Whether the file system of a file or folder forbids running code (``noexec``)."""
+    return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
+
+
 def _is_private_group(group_id: int) -> bool:
     """Whether a group is this user's alone; systems that make one for each user have umask 002."""
     import grp

@@ -1,5 +1,7 @@
 """Compiling small C++ programs against the headers, per ISA level or for the emulated GPU."""
 
+import os
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,8 @@ def pytest_generate_tests(metafunc):
 def compile_cpp(tmp_path):
     """Return a function that compiles a source of this folder and gives the result's path.
 
-    It takes the source's name, an ISA level and further flags; ``-S`` gives assembly.
+    It takes the source's name, an ISA level and further flags; ``-S`` gives assembly. Where ``CXX``
+    is a cross compiler, ``APEX_TEST_RUNNER`` is the command that starts its programs.
     """
 
     def compile_source(name: str, level: str, *flags: str) -> Path:
@@ -31,6 +34,11 @@ def compile_cpp(tmp_path):
         source = Path(__file__).with_name(name)
         command = [*toolchain.find_cxx(), *common, "-pthread", *flags, str(source), "-o", str(out)]
         subprocess.run(command, check=True, timeout=300)
+        runner = os.environ.get("APEX_TEST_RUNNER")
+        if runner and "-S" not in flags:  # a program for another kind of machine
+            program = out.rename(out.with_suffix(".program"))
+            out.write_text(f'#!/bin/sh\nexec {runner} {shlex.quote(str(program))} "$@"\n')
+            out.chmod(0o755)
         return out
 
     return compile_source

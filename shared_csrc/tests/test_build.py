@@ -49,6 +49,42 @@ def test_compiles_below_any_folder(tmp_path, monkeypatch, name):
     assert built.stat().st_mtime_ns == before  # and ninja has found what the compiler has read
 
 
+def test_a_launcher_that_makes_paths_relative_changes_no_byte(tmp_path, monkeypatch):
+    """As ccache does, so that a wheel is the same with and without it."""
+    op = write_op(tmp_path / "place" / "my_op")
+    op.sources[0].write_text(
+        '#include "apex/core/config.h"\n#include "my_op.h"\n'
+        "const char* here() { return __FILE__; }\n"
+    )
+    (op.folder / "my_op.h").write_text("inline const char* header() { return __FILE__; }\n")
+    op.sources[0].write_text(op.sources[0].read_text() + "const char* h() { return header(); }\n")
+    plain = build.build([op], [CPU], tmp_path / "place" / "one", package="apex.test")[CPU]
+    launcher = tmp_path / "launcher"
+    launcher.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "def near(word):\n"
+        "    for flag in ('-I', ''):\n"
+        f"        if word.startswith(flag + {str(tmp_path)!r}):\n"
+        "            return flag + os.path.relpath(word[len(flag):])\n"
+        "    return word\n"
+        "os.execvp(sys.argv[1], [near(word) for word in sys.argv[1:]])\n"
+    )
+    launcher.chmod(0o755)
+    monkeypatch.setenv("APEX_COMPILER_LAUNCHER", str(launcher))
+    other = build.build([op], [CPU], tmp_path / "place" / "two", package="apex.test")[CPU]
+    assert plain.read_bytes() == other.read_bytes()
+    assert b"my_op/my_op.h" in plain.read_bytes()
+
+
+def test_nvcc_of_the_package_index_links_with_its_own_runtime(tmp_path, monkeypatch):
+    """It lies in lib there, and nvcc itself looks into lib64."""
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: str(tmp_path / "bin" / "nvcc"))
+    assert f"-L{tmp_path / 'lib'}" not in toolchain.link_flags(Target("cuda"))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart_static.a").touch()
+    assert f"-L{tmp_path / 'lib'}" in toolchain.link_flags(Target("cuda"))
+
+
 def test_nvcc_compiles_below_a_folder_with_a_space(tmp_path):
     """nvcc hands flags for the host compiler to a second shell."""
     try:
@@ -58,7 +94,9 @@ def test_nvcc_compiles_below_a_folder_with_a_space(tmp_path):
     op = write_op(tmp_path / "with space" / "my_op")
     target = Target("cuda", archs=("sm_90",))
     built = build.build([op], [target], tmp_path / "out put", package="apex.test")[target]
-    assert str(op.folder).encode() not in built.read_bytes()
+    content = built.read_bytes()
+    for place in (op.folder, toolchain.torch_root(), toolchain.INCLUDE):
+        assert str(place).encode() not in content
 
 
 def test_a_failed_build_names_the_file_with_all_output(op, tmp_path):

@@ -105,6 +105,13 @@ def test_a_full_disk_is_not_remembered(op, cache, builds):
     assert builds.count == 2
 
 
+def test_a_place_that_forbids_code_is_refused_before_compiling(op, cache, builds, monkeypatch):
+    monkeypatch.setattr(trust, "forbids_code", lambda path: True)
+    with pytest.raises(BuildError, match=r"cannot be kept in .*noexec.*Set APEX_CACHE_DIR"):
+        built(op)
+    assert builds.count == 0
+
+
 @pytest.mark.parametrize("error", [BuildError("wrong"), KeyboardInterrupt(), OSError("full")])
 def test_what_a_failed_build_leaves(op, cache, builds, error):
     builds.error = error

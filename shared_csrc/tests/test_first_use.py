@@ -102,10 +102,10 @@ def test_prebuilt_kernels_need_no_list(op, h100, tmp_path, monkeypatch, listed):
     """The variable says what to compile for, and nothing is compiled."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     fitting = prebuilt_wheel(tmp_path, monkeypatch, "cuda", ["sm_80", "sm_90"])
-    assert fitting._prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
+    assert fitting.find_prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
     assert fitting.available(op.folder, "cuda")
     other = prebuilt_wheel(tmp_path, monkeypatch, "cuda", ["sm_80", "sm_100"])
-    assert other._prebuilt(op, "cuda") is None
+    assert other.find_prebuilt(op, "cuda") is None
     monkeypatch.setenv("APEX_JIT", "1")
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: sys.executable)
     assert other.available(op.folder, "cuda")
@@ -141,9 +141,9 @@ def test_a_library_of_another_toolkit_is_passed_over(
     ops.manifest()["libraries"][0]["toolkit"] = toolkit
     monkeypatch.setenv("APEX_JIT", "0")
     if reason is None:
-        assert ops._prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
+        assert ops.find_prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
         return
-    assert ops._prebuilt(op, "cuda") is None
+    assert ops.find_prebuilt(op, "cuda") is None
     expected = f"because the wheel's gpu.so {reason}; APEX_JIT=0 forbids compiling them."
     with pytest.raises(BuildError, match=re.escape(expected)):
         ops.require(op.folder, "Probe", "cuda")
@@ -176,9 +176,9 @@ def test_the_remedy_is_for_the_cause(tmp_path, monkeypatch, said, is_own, remedy
 def test_prebuilt_kernels_for_amd_need_none_either(op, mi210, tmp_path, monkeypatch, listed):
     monkeypatch.setenv("PYTORCH_ROCM_ARCH", listed)
     fitting = prebuilt_wheel(tmp_path, monkeypatch, "hip", ["gfx90a", "gfx942"])
-    assert fitting._prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
+    assert fitting.find_prebuilt(op, "cuda") == tmp_path / "_kernels" / "gpu.so"
     other = prebuilt_wheel(tmp_path, monkeypatch, "hip", ["gfx942"])
-    assert other._prebuilt(op, "cuda") is None
+    assert other.find_prebuilt(op, "cuda") is None
 
 
 def test_a_cache_folder_that_is_none(op, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ struct StepNumbers {
   double correction1 = 1, correction2 = 1;
   const int* device_step = nullptr;      // 1 for the first
   const float* inverse_scale = nullptr;  // of gradients; null: 1
+  const double* clip = nullptr;          // gradients are multiplied by it, too; null: 1
   const float* found_inf = nullptr;      // not 0: nothing is changed; null: 0
 
   APEX_HD bool skip() const { return found_inf != nullptr && *found_inf != 0; }
@@ -29,6 +30,8 @@ struct StepNumbers {
   APEX_HD double gradient_scale() const {
     return inverse_scale != nullptr ? static_cast<double>(*inverse_scale) : 1;
   }
+
+  APEX_HD double clip_factor() const { return clip != nullptr ? *clip : 1; }
 
   // 1 - beta^step, given what the host computed from the step it knows.
   APEX_HD double correction(double beta, double on_host) const {

@@ -1,6 +1,7 @@
 // 16-bit and 8-bit storage types, their conversion to compute types, and the compute type of each.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -19,8 +20,17 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+// The same, but what is stored is cut off instead of rounded: the upper half of a float.
+struct CutBFloat16 {
+  uint16_t bits;
+};
 // 4 bits of exponent, 3 of mantissa, no infinity: 2^-9 to 448 (https://arxiv.org/abs/2209.05433).
 struct Float8 {
+  uint8_t bits;
+};
+
+// The upper byte of a float16: 5 bits of exponent, 2 of mantissa. The rest is cut off, not rounded.
+struct HighByte {
   uint8_t bits;
 };
 
@@ -64,16 +74,19 @@ APEX_HD uint16_t float_to_half_bits(float value) {
   return static_cast<uint16_t>(sign | code);
 }
 
-#if defined(APEX_HIP) || \
-    (defined(__FLT16_MANT_DIG__) && (defined(__F16C__) || !defined(__x86_64__)))
-#define APEX_HAS_FLOAT16 1
+// The compiler's type, where it converts by instructions. On arm64 that is __fp16 for all of them:
+// g++ 12 has _Float16 there in C alone.
+#if defined(APEX_HIP) || (defined(__FLT16_MANT_DIG__) && defined(__F16C__))
+#define APEX_FLOAT16 _Float16
+#elif defined(__aarch64__)
+#define APEX_FLOAT16 __fp16
 #endif
 
 APEX_HD float to_float(Half value) {
 #if defined(APEX_CUDA)
   return __half2float(bit_cast<__half>(value.bits));
-#elif defined(APEX_HAS_FLOAT16)
-  return static_cast<float>(bit_cast<_Float16>(value.bits));
+#elif defined(APEX_FLOAT16)
+  return static_cast<float>(bit_cast<APEX_FLOAT16>(value.bits));
 #else
   return half_bits_to_float(value.bits);
 #endif
@@ -82,8 +95,8 @@ APEX_HD float to_float(Half value) {
 APEX_HD Half to_half(float value) {
 #if defined(APEX_CUDA)
   return {bit_cast<uint16_t>(__float2half_rn(value))};
-#elif defined(APEX_HAS_FLOAT16)
-  return {bit_cast<uint16_t>(static_cast<_Float16>(value))};
+#elif defined(APEX_FLOAT16)
+  return {bit_cast<uint16_t>(static_cast<APEX_FLOAT16>(value))};
 #else
   return {float_to_half_bits(value)};
 #endif
@@ -99,6 +112,8 @@ APEX_HD BFloat16 to_bfloat16(float value) {
   uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
 }
+
+APEX_HD float to_float(CutBFloat16 value) { return to_float(BFloat16{value.bits}); }
 
 // Without branches on values, so that compilers vectorize it.
 APEX_HD float to_float(Float8 value) {
@@ -124,20 +139,33 @@ APEX_HD Float8 to_float8(float value) {
   return {static_cast<uint8_t>(sign | code)};
 }
 
+APEX_HD float to_float(HighByte value) {
+  return half_bits_to_float(static_cast<uint16_t>(value.bits << 8));
+}
+
+APEX_HD HighByte to_high_byte(float value) {
+  return {static_cast<uint8_t>(float_to_half_bits(value) >> 8)};
+}
+
 // Storage to compute type and back; exact where To holds all values of From.
 template <class To, class From>
 APEX_HD To convert(From value) {
   if constexpr (std::is_same_v<To, From>) {
     return value;
   } else if constexpr (std::is_same_v<From, Half> || std::is_same_v<From, BFloat16> ||
-                       std::is_same_v<From, Float8>) {
+                       std::is_same_v<From, CutBFloat16> || std::is_same_v<From, Float8> ||
+                       std::is_same_v<From, HighByte>) {
     return convert<To>(to_float(value));
   } else if constexpr (std::is_same_v<To, Half>) {
     return to_half(static_cast<float>(value));
   } else if constexpr (std::is_same_v<To, BFloat16>) {
     return to_bfloat16(static_cast<float>(value));
+  } else if constexpr (std::is_same_v<To, CutBFloat16>) {
+    return {static_cast<uint16_t>(bit_cast<uint32_t>(static_cast<float>(value)) >> 16)};
   } else if constexpr (std::is_same_v<To, Float8>) {
     return to_float8(static_cast<float>(value));
+  } else if constexpr (std::is_same_v<To, HighByte>) {
+    return to_high_byte(static_cast<float>(value));
   } else {
     return static_cast<To>(value);
   }
@@ -150,6 +178,17 @@ struct Array {
   APEX_HD T& operator[](int i) { return values[i]; }
   APEX_HD const T& operator[](int i) const { return values[i]; }
 };
+
+// a * b + c, rounded once where processors do that. Explicit where a sum has two products:
+// compilers choose one of them to round once, and choose otherwise in another kernel.
+template <class T>
+APEX_HD T multiply_add(T a, T b, T c) {
+#if defined(APEX_GPU) || defined(__FMA__) || defined(__aarch64__)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 
 template <class T>
 APEX_HD bool is_finite(T value) {

@@ -1,6 +1,8 @@
 // Operands of the engines: how each is stored, whether it is read, and whether it is written.
 #pragma once
 
+#include <utility>
+
 #include "apex/core/pack.h"
 #include "apex/core/table.h"
 
@@ -51,6 +53,31 @@ APEX_HD auto of_tensor(const F& functor, int64_t tensor) {
     return functor.for_tensor(tensor);
   } else {
     return functor;
+  }
+}
+
+// A functor with a generator() is given a number, made from the index of its element, before the
+// columns: random bits, say. generator().fill(first, numbers) makes those of an aligned run.
+template <class F>
+inline constexpr bool generates_v = requires(const F& functor) { functor.generator(); };
+
+template <class F>
+struct GeneratedNumber {
+  using type = int;  // of no use
+};
+template <class F>
+  requires generates_v<F>
+struct GeneratedNumber<F> {
+  using type =
+      typename std::remove_cvref_t<decltype(std::declval<const F&>().generator())>::value_type;
+};
+
+template <class F, class Number, class... Values>
+APEX_HD decltype(auto) call_functor(const F& functor, Number number, Values&... values) {
+  if constexpr (generates_v<F>) {
+    return functor(number, values...);
+  } else {
+    return functor(values...);
   }
 }
 

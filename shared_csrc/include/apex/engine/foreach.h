@@ -6,6 +6,7 @@
 // of every column, applies the functor to each lane and stores the written columns. A functor that
 // returns an int reports a condition: a non-zero result anywhere sets *functor.flag to 1. One with
 // for_tensor(i) returns there the functor for row i of the table: a learning rate per tensor, say.
+// One with generator() is given a number made from the element's index first: random bits, say.
 #pragma once
 
 #include "apex/core/config.h"

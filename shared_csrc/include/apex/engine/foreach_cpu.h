@@ -100,44 +100,79 @@ struct ForeachLoop;
 template <class F, size_t... I, class... Columns>
 struct ForeachLoop<F, std::index_sequence<I...>, Columns...> {
   using T = typename F::value_type;
-  static constexpr bool kFlags =
-      !std::is_void_v<decltype(std::declval<const F&>()(((void)I, std::declval<T&>())...))>;
+  using Number = typename GeneratedNumber<F>::type;
+  static constexpr bool kFlags = !std::is_void_v<decltype(call_functor(
+      std::declval<const F&>(), Number{}, ((void)I, std::declval<T&>())...))>;
 
   // Applies the functor to `count` lanes. By value and inline, so that the compiler sees that the
   // pointers are the loop's own.
   template <class... Pointers>
-  APEX_HD static int apply(const F functor, int count, Pointers... lanes) {
+  APEX_HD static int apply(const F functor, int count, [[maybe_unused]] const Number* numbers,
+                           Pointers... lanes) {
     int flags = 0;
     APEX_VECTORIZE
     for (int lane = 0; lane < count; ++lane) {
       T values[sizeof...(I)] = {ColumnLanes<T, Columns>::read(lanes, lane)...};
+      Number number{};
+      if constexpr (generates_v<F>) number = numbers[lane];
       if constexpr (kFlags) {
-        flags |= functor(values[I]...);
+        flags |= call_functor(functor, number, values[I]...);
       } else {
-        functor(values[I]...);
+        call_functor(functor, number, values[I]...);
       }
       (ColumnLanes<T, Columns>::write(lanes, lane, values[I]), ...);
     }
     return flags;
   }
 
-  // Elements [begin, end) of one tensor.
-  static int run(const F& functor, void* const* data, const Array<Storage, sizeof...(I)>& storage,
-                 int64_t begin, int64_t end) {
+  // `count` elements from `offset` on, at most a pack.
+  APEX_HD static int piece(const F& functor, void* const* data,
+                           const Array<Storage, sizeof...(I)>& storage, int64_t offset, int count,
+                           const Number* numbers, T (&buffers)[sizeof...(I)][kPack]) {
+    (ColumnLanes<T, Columns>::fill(data[I], offset, count, buffers[I], storage[I]), ...);
+    int flags =
+        apply(functor, count, numbers, ColumnLanes<T, Columns>::of(data[I], offset, buffers[I])...);
+    (ColumnLanes<T, Columns>::drain(data[I], offset, count, buffers[I], storage[I]), ...);
+    return flags;
+  }
+
+  APEX_HD static const Number* numbers_at(const Number* numbers, int64_t place) {
+    return generates_v<F> ? numbers + place : numbers;
+  }
+
+  // Elements [begin, end) of one tensor; `numbers` are those from `first` on.
+  APEX_HD static int pieces(const F& functor, void* const* data,
+                            const Array<Storage, sizeof...(I)>& storage, int64_t begin, int64_t end,
+                            const Number* numbers, int64_t first) {
     alignas(64) T buffers[sizeof...(I)][kPack];
     int flags = 0;
     int64_t i = begin;
     for (; i + kPack <= end; i += kPack) {
-      (ColumnLanes<T, Columns>::fill(data[I], i, kPack, buffers[I], storage[I]), ...);
-      flags |= apply(functor, kPack, ColumnLanes<T, Columns>::of(data[I], i, buffers[I])...);
-      (ColumnLanes<T, Columns>::drain(data[I], i, kPack, buffers[I], storage[I]), ...);
+      flags |= piece(functor, data, storage, i, kPack, numbers_at(numbers, i - first), buffers);
     }
     if (i == end) return flags;
-    int count = static_cast<int>(end - i);
-    (ColumnLanes<T, Columns>::fill(data[I], i, count, buffers[I], storage[I]), ...);
-    flags |= apply(functor, count, ColumnLanes<T, Columns>::of(data[I], i, buffers[I])...);
-    (ColumnLanes<T, Columns>::drain(data[I], i, count, buffers[I], storage[I]), ...);
-    return flags;
+    const int count = static_cast<int>(end - i);
+    return flags | piece(functor, data, storage, i, count, numbers_at(numbers, i - first), buffers);
+  }
+
+  // The same, with numbers from the functor's generator, a run at a time.
+  static int run(const F& functor, void* const* data, const Array<Storage, sizeof...(I)>& storage,
+                 int64_t begin, int64_t end) {
+    if constexpr (generates_v<F>) {
+      constexpr int kRun = std::remove_cvref_t<decltype(functor.generator())>::kRun;
+      alignas(64) Number numbers[kRun];
+      int flags = 0;
+      for (int64_t i = begin; i < end;) {
+        const int64_t first = i / kRun * kRun, last = std::min(first + kRun, end);
+        functor.generator().fill(static_cast<uint64_t>(first), numbers);
+        flags |= pieces(functor, data, storage, i, last, numbers, first);
+        i = last;
+      }
+      return flags;
+    } else {
+      const Number none{};
+      return pieces(functor, data, storage, begin, end, &none, begin);
+    }
   }
 };
 

@@ -76,18 +76,29 @@ struct ForeachKernel;
 template <class F, int N, size_t... I, class... Columns>
 struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
   using T = typename F::value_type;
-  static constexpr bool kFlags =
-      !std::is_void_v<decltype(std::declval<const F&>()(((void)I, std::declval<T&>())...))>;
+  using Number = typename GeneratedNumber<F>::type;
+  static constexpr bool kFlags = !std::is_void_v<decltype(call_functor(
+      std::declval<const F&>(), Number{}, ((void)I, std::declval<T&>())...))>;
 
-  APEX_DEVICE static int apply(const F& functor, T (&values)[sizeof...(I)][N], int count) {
+  // kWhole: `offset` is a multiple of N, so that the numbers of a pack are made together.
+  template <bool kWhole>
+  APEX_DEVICE static int apply(const F& functor, T (&values)[sizeof...(I)][N], int64_t offset,
+                               int count) {
     int flags = 0;
+    Number numbers[generates_v<F> ? N : 1];
+    if constexpr (generates_v<F> && kWhole) {
+      functor.generator().fill(static_cast<uint64_t>(offset), numbers);
+    } else if constexpr (generates_v<F>) {
+      numbers[0] = functor.generator().at(static_cast<uint64_t>(offset));
+    }
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
       if (lane < count) {
+        const Number number = generates_v<F> ? numbers[generates_v<F> ? lane : 0] : Number{};
         if constexpr (kFlags) {
-          flags |= functor(values[I][lane]...);
+          flags |= call_functor(functor, number, values[I][lane]...);
         } else {
-          functor(values[I][lane]...);
+          call_functor(functor, number, values[I][lane]...);
         }
       }
     }
@@ -114,7 +125,7 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
       int64_t offset = begin + (threadIdx.x + static_cast<int64_t>(k) * kForeachThreads) * N;
       int count = static_cast<int>(min(static_cast<int64_t>(N), numel - offset));
       if (count > 0) {
-        flags |= apply(functor, values[k], count);
+        flags |= apply<true>(functor, values[k], offset, count);
         (ColumnPacks<T, N, Columns>::store(data[I], offset, values[k][I], count, storage[I]), ...);
       }
     }
@@ -129,7 +140,7 @@ struct ForeachKernel<F, N, std::index_sequence<I...>, Columns...> {
     for (int64_t offset = begin + threadIdx.x; offset < end; offset += kForeachThreads) {
       T values[sizeof...(I)][N];
       (ColumnPacks<T, N, Columns>::load(data[I], offset, values[I], 1, storage[I]), ...);
-      flags |= apply(functor, values, 1);
+      flags |= apply<false>(functor, values, offset, 1);
       (ColumnPacks<T, N, Columns>::store(data[I], offset, values[I], 1, storage[I]), ...);
     }
     return flags;

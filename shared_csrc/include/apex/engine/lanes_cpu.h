@@ -14,12 +14,13 @@ inline namespace APEX_BACKEND_NS {
 // asks for it, and for storage whose conversion compilers do not vectorize inside a loop.
 template <class View, class T>
 inline constexpr bool kBuffered =
-    !std::is_same_v<typename View::storage, T> &&
-    (is_ahead_v<View>
+    is_generated_v<View> ||
+    (!std::is_same_v<typename View::storage, T> &&
+     (is_ahead_v<View>
 #if defined(__F16C__)
-     || (std::is_same_v<typename View::storage, Half> && std::is_same_v<T, float>)
+      || (std::is_same_v<typename View::storage, Half> && std::is_same_v<T, float>)
 #endif
-    );
+          ));
 
 template <class T, class Indices, class... Views>
 class LanesOf;
@@ -29,7 +30,7 @@ template <class T, size_t... I, class... Views>
 class LanesOf<T, std::index_sequence<I...>, Views...> {
  public:
   explicit LanesOf(const Views&... views)
-      : data_{const_cast<void*>(erased(views.data))...},
+      : data_{const_cast<void*>(source_of(views))...},
         next_row_{views.next_row...},
         streamed_{is_streamed(views)...} {}
 
@@ -88,7 +89,14 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   void done() { (drain<I, Views>(), ...); }
 
  private:
-  static const void* erased(const void* pointer) { return pointer; }
+  template <class View>
+  static const void* source_of(const View& view) {
+    if constexpr (is_generated_v<View>) {
+      return &view;
+    } else {
+      return view.data;
+    }
+  }
 
   template <size_t K, class View>
   APEX_HD typename View::storage* source() const {
@@ -150,7 +158,7 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
 
   template <size_t K, class View>
   APEX_HD void prefetch() {
-    if constexpr (is_shared_v<View>) return;
+    if constexpr (is_shared_v<View> || is_generated_v<View>) return;
     if constexpr (View::kWritten) {
       if (streamed_[K]) return;
     }
@@ -162,7 +170,11 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
 
   template <size_t K, class View>
   APEX_HD void fill() {
-    if constexpr (View::kRead && kBuffered<View, T>) load_pack(source<K, View>(), buffers_[K]);
+    if constexpr (is_generated_v<View>) {
+      static_cast<const View*>(data_[K])->fill(column_, buffers_[K]);
+    } else if constexpr (View::kRead && kBuffered<View, T>) {
+      load_pack(source<K, View>(), buffers_[K]);
+    }
   }
 
   template <size_t K, class View>

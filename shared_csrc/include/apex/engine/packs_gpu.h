@@ -46,6 +46,10 @@ struct GpuPack<T, N, std::index_sequence<I...>, Views...> {
 #pragma unroll
     for (int i = 0; i < N; ++i) into[i] = T(0);
   }
+  template <class Numbers>
+  APEX_DEVICE void load(const GeneratedView<Numbers>& view, int64_t column, T (&into)[N], int) {
+    view.fill(column, into);
+  }
   template <class View>
   APEX_DEVICE void store(const View& view, int64_t column, const T (&from)[N], int count) {
     if constexpr (View::kWritten) {
@@ -76,7 +80,11 @@ struct GpuPack<T, N, std::index_sequence<I...>, Views...> {
 // Whether packs of N elements may be read at every multiple of N of this view.
 template <int N, class View>
 APEX_DEVICE bool view_aligned(const View& view) {
-  return is_aligned<N>(view.data);
+  if constexpr (is_generated_v<View>) {
+    return true;
+  } else {
+    return is_aligned<N>(view.data);
+  }
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -31,6 +31,10 @@ struct RowFoldProbe {
   APEX_HD void operator()(Array<T, N>& state, T x) const { state[0] += x; }
   APEX_HD Array<T, N> operator()(const Array<T, N>& a, const Array<T, N>&) const { return a; }
 };
+struct RowNumbersProbe {
+  template <int N, class T>
+  APEX_HD void fill(uint64_t, T (&)[N]) const {}
+};
 struct RowOnceProbe {
   APEX_HD void operator()() const {}
 };
@@ -54,6 +58,7 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
   row.out(result, stride);
   row.from(matrix, stride);  // a row at any address, for reading; and for writing
   row.to(result);
+  row.generated(RowNumbersProbe{});  // numbers made by index, such as random ones
   row.stage(slot, matrix);  // read several times: converted once; slots count up to kStages
   // each(functor, row.out(result), views...), staged as it was rounded
   row.stage_result(slot, result, RowWriteProbe<T>{}, row.in(matrix));

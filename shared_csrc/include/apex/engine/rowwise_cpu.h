@@ -85,6 +85,13 @@ class Row {
     return {{vector + begin_}};
   }
 
+  // Numbers that depend on the row's index and the column alone, one for each column of the whole
+  // row: see views.h.
+  template <class Numbers>
+  GeneratedView<Numbers> generated(const Numbers& numbers) const {
+    return generated_view(numbers, index_, width_);
+  }
+
   // A view of 16-bit elements that a long functor reads or writes.
   template <class View>
   AheadView<View> ahead(const View& view) const {

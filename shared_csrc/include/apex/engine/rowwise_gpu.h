@@ -64,6 +64,11 @@ class Row {
     return {vector + begin_};
   }
 
+  template <class Numbers>
+  APEX_DEVICE GeneratedView<Numbers> generated(const Numbers& numbers) const {
+    return generated_view(numbers, index_, width_);
+  }
+
   template <class View>
   APEX_DEVICE View ahead(const View& view) const {
     return view;

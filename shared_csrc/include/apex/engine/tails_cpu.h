@@ -11,7 +11,9 @@ inline namespace APEX_BACKEND_NS {
 
 template <class T, class View>
 APEX_HD void load_lanes(const View& view, int64_t column, int count, T (&values)[kGroup]) {
-  if constexpr (View::kRead) {
+  if constexpr (is_generated_v<View>) {
+    view.fill(column, values);
+  } else if constexpr (View::kRead) {
     load_group(view.data + column, values, count);
   } else {
     for (int lane = 0; lane < kGroup; ++lane) values[lane] = T(0);

@@ -33,6 +33,34 @@ struct WriteView {
 template <class View>
 struct AheadView : View {};
 
+// Numbers that are made by index in the place of an operand, one for each column; see
+// Row::generated(). Numbers::fill(first, values) gives those from index `first` on.
+template <class Numbers>
+struct GeneratedView {
+  using storage = float;
+  static constexpr bool kRead = true, kWritten = false;
+  Numbers numbers;
+  uint64_t first;  // index of the number of column 0
+  int64_t next_row = 0;
+
+  template <int N, class T>
+  APEX_HD void fill(int64_t column, T (&values)[N]) const {
+    numbers.fill(first + static_cast<uint64_t>(column), values);
+  }
+};
+
+// Rows begin at multiples of 4 numbers, as many as random generators make at once.
+template <class Numbers>
+APEX_HD GeneratedView<Numbers> generated_view(const Numbers& numbers, int64_t row,
+                                              int64_t columns) {
+  return {numbers, static_cast<uint64_t>(row) * static_cast<uint64_t>((columns + 3) / 4 * 4)};
+}
+
+template <class View>
+inline constexpr bool is_generated_v = false;
+template <class Numbers>
+inline constexpr bool is_generated_v<GeneratedView<Numbers>> = true;
+
 template <class View>
 inline constexpr bool is_shared_v = false;
 template <class S>

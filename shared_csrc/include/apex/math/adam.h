@@ -7,6 +7,8 @@
 #include <cmath>
 
 #include "apex/core/step_numbers.h"
+#include "apex/math/chance.h"
+#include "apex/math/clip.h"
 #include "apex/math/decay.h"
 
 namespace apex {
@@ -19,8 +21,8 @@ struct Moments {
   T alpha1, alpha2;  // weights of the gradient and of its square
 
   APEX_HD void update(T gradient, T& m, T& v) const {
-    m = beta1 * m + alpha1 * gradient;
-    v = beta2 * v + alpha2 * gradient * gradient;
+    m = multiply_add(beta1, m, alpha1 * gradient);
+    v = multiply_add(beta2, v, alpha2 * gradient * gradient);
   }
 };
 
@@ -76,6 +78,12 @@ struct AdamHyper {
   bool decoupled;
   StepNumbers numbers;
   bool grad_averaging = true;
+  Chance chance = {};
+
+  APEX_HD Chance chance_of_step() const {
+    const int* step = numbers.device_step;
+    return {chance.key, step != nullptr ? static_cast<uint32_t>(*step) : chance.step};
+  }
 };
 
 template <class T>
@@ -126,9 +134,20 @@ struct WithMaster {
   }
 };
 
-// The step whose numbers live on the device, so that a captured graph can be replayed.
-template <class T, bool kMaster>
-struct CapturableAdam {
+// What a launch of Adam does beside the step.
+enum AdamParts : int {
+  kPlainAdam = 0,
+  kUnscales = 1,  // gradients, in memory
+  kClips = 2,     // gradients, on their way to the step
+  kMasters = 4,
+  kByChance = 8,  // rounds parameters by chance
+};
+
+// The step whose numbers may live on the device, so that a captured graph can be replayed. S: how
+// gradients are stored.
+template <class S, int kParts>
+struct AdamLaunch {
+  using T = compute_t<S>;
   using value_type = T;
 
   AdamHyper hyper;
@@ -137,12 +156,32 @@ struct CapturableAdam {
   APEX_HD bool skip() const { return hyper.numbers.skip(); }
 
   APEX_HD auto prepare() const {
-    Unscaled<AdamStep<T>> unscaled{make_adam_step<T>(hyper, sign),
-                                   static_cast<T>(hyper.numbers.gradient_scale())};
-    if constexpr (kMaster) {
-      return WithMaster<decltype(unscaled)>{unscaled};
+    if constexpr ((kParts & kByChance) != 0) {
+      static_assert((kParts & kMasters) == 0);
+      return RoundedTensors<decltype(unscaled())>{unscaled(), hyper.chance_of_step()};
+    } else if constexpr ((kParts & kMasters) != 0) {
+      return WithMaster<decltype(unscaled())>{unscaled()};
     } else {
-      return unscaled;
+      return unscaled();
+    }
+  }
+
+ private:
+  APEX_HD auto clipped() const {
+    AdamStep<T> step = make_adam_step<T>(hyper, sign);
+    if constexpr ((kParts & kClips) != 0) {
+      return Clipped<S, AdamStep<T>>{step, static_cast<T>(hyper.numbers.clip_factor())};
+    } else {
+      return step;
+    }
+  }
+
+  APEX_HD auto unscaled() const {
+    if constexpr ((kParts & kUnscales) != 0) {
+      const T scale = static_cast<T>(hyper.numbers.gradient_scale());
+      return Unscaled<decltype(clipped())>{clipped(), scale};
+    } else {
+      return clipped();
     }
   }
 };

@@ -1,5 +1,5 @@
-// The largest number of a row and the sum of exponentials, in one pass with a running maximum:
-// Milakov & Gimelshein 2018 (https://arxiv.org/abs/1805.02867).
+// Softmax of a row and its gradient; and the largest number with the sum of exponentials, in one
+// pass with a running maximum: Milakov & Gimelshein 2018 (https://arxiv.org/abs/1805.02867).
 #pragma once
 
 #include <cmath>
@@ -9,6 +9,44 @@
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
+
+// exp(score - largest) * inverse, of the operands that give a score.
+template <class T, class Score>
+struct Softmax {
+  Score score;
+  T largest, inverse;
+
+  template <class... Values>
+  APEX_HD T term(const Values&... values) const {
+    return exponential_no_overflow(score(values...) - largest);
+  }
+  template <class... Values>
+  APEX_HD T operator()(const Values&... values) const {
+    return term(values...) * inverse;
+  }
+};
+
+// The softmax of score(values...) over what a row sees, from two passes; a third one writes it.
+template <class T, class R, class Score, class... Views>
+APEX_HD Softmax<T, Score> softmax_of(const R& row, const Score& score, const Views&... views) {
+  Softmax<T, Score> softmax{score, row.max(score, views...), T(1)};
+  auto term = [softmax](const auto&... values) { return softmax.term(values...); };
+  softmax.inverse = 1 / row.sum(term, views...);
+  return softmax;
+}
+
+// dx = factor * y * (dy - sum(y * dy)), where dy = gradient(values...) of the views behind y.
+template <class T, class R, class G, class Result, class Y, class... Views>
+APEX_HD void softmax_backward(const R& row, T factor, const G& gradient, const Result& dx,
+                              const Y& y, const Views&... views) {
+  const T sum = row.sum([gradient](T y, const auto&... values) { return gradient(values...) * y; },
+                        y, views...);
+  row.each(
+      [factor, sum, gradient](T& dx, T y, const auto&... values) {
+        dx = factor * y * (gradient(values...) - sum);
+      },
+      dx, y, views...);
+}
 
 // For Row::fold, whose state has N numbers: the maximum, sum(exp(x - max)), and others' behind
 // them.

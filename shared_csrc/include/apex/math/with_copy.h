@@ -6,6 +6,9 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
+// What a step does with the new parameters beside storing them.
+enum class Results { kStore, kCopy, kRoundByChance };
+
 // For float32 masters of 16-bit parameters: the copy is the first column, the master the second.
 template <class Step>
 struct WithCopy {

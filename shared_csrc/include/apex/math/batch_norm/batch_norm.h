@@ -1,0 +1,102 @@
+// Batch normalization with given statistics, an added input and ReLU, and its gradient.
+//
+//   xhat = (x - mean) * inv_std,  p = xhat * weight + bias (+ z),  y = p or max(p, 0)
+//   dy' = dy, or 0 where p <= 0,  dz = dy'
+//   dx = (dy' - sum_dy / n - (x - mean) * inv_std^2 * sum_dy_xmu / n) * weight * inv_std
+//
+// Ioffe & Szegedy 2015 (https://arxiv.org/abs/1502.03167), algorithms 1 and 2 and section 3, with
+// sums over all n elements of a channel, which may lie on several ranks.
+#pragma once
+
+#include <limits>
+
+#include "apex/math/batch_norm/layout.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// p of the file's comment; with or without z.
+template <class T, class... Z>
+APEX_HD T preactivation(T mean, T inv_std, T weight, T bias, T x, Z... z) {
+  return (((x - mean) * inv_std * weight + bias) + ... + z);
+}
+
+template <class X, bool kChannelLast>
+struct BatchNormForward {
+  using value_type = compute_t<X>;
+  using T = value_type;
+
+  Layout<kChannelLast> layout;
+  Array<const T*, 4> parameters;  // mean, inv_std, weight, bias; each [channels]
+  const X* x;                     // [rows, columns], see layout.h
+  const X* z;                     // like x, or null
+  X* y;                           // like x
+  bool relu;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    T lowest = relu ? T(0) : -std::numeric_limits<T>::infinity();
+    auto normalize = [=](T& y, auto... values) {
+      T p = preactivation(values...);
+      y = p < lowest ? lowest : p;  // NaN stays
+    };
+    if (z) {
+      layout.each(row, parameters, normalize, row.out(y), row.in(x), row.in(z));
+    } else {
+      layout.each(row, parameters, normalize, row.out(y), row.in(x));
+    }
+  }
+};
+
+template <class X, bool kChannelLast>
+struct ReluBackward {
+  using value_type = compute_t<X>;
+  using T = value_type;
+
+  Layout<kChannelLast> layout;
+  Array<const T*, 4> parameters;  // mean, inv_std, weight, bias; each [channels]
+  const X* dy;                    // [rows, columns], see layout.h
+  const X* x;                     // like dy
+  const X* z;                     // like dy, or null
+  X* masked;                      // like dy
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    auto mask = [](T& masked, T mean, T inv_std, T weight, T bias, T dy, auto... inputs) {
+      masked = preactivation(mean, inv_std, weight, bias, inputs...) <= T(0) ? T(0) : dy;
+    };
+    if (z) {
+      layout.each(row, parameters, mask, row.out(masked), row.in(dy), row.in(x), row.in(z));
+    } else {
+      layout.each(row, parameters, mask, row.out(masked), row.in(dy), row.in(x));
+    }
+  }
+};
+
+template <class X, bool kChannelLast>
+struct BatchNormBackward {
+  using value_type = compute_t<X>;
+  using T = value_type;
+
+  Layout<kChannelLast> layout;
+  Array<const T*, 5> parameters;  // mean, inv_std, weight, sum_dy, sum_dy_xmu; each [channels]
+  const int64_t* count;           // one number: elements per channel that the sums are over
+  const X* dy;                    // [rows, columns], see layout.h
+  const X* x;                     // like dy
+  X* dx;                          // like dy
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    T share = T(1) / static_cast<T>(*count);
+    layout.each(
+        row, parameters,
+        [=](T& dx, T mean, T inv_std, T weight, T sum_dy, T sum_dy_xmu, T dy, T x) {
+          T slope = inv_std * inv_std * sum_dy_xmu * share;
+          dx = (dy - sum_dy * share - (x - mean) * slope) * (weight * inv_std);
+        },
+        row.out(dx), row.in(dy), row.in(x));
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,246 @@
+// Per-channel statistics of batch normalization, over one tensor and over parts.
+//
+//   mean, biased variance                      of all elements of a channel
+//   sum of dy, sum of dy * (x - mean)          what the gradient needs of them
+//
+// A tensor is reduced to parts, see parts.h, and these are merged in double: they are few, and a
+// sum in float over ten thousand rows would lose what the last digits hold.
+// Ioffe & Szegedy 2015 (https://arxiv.org/abs/1502.03167).
+#pragma once
+
+#include <cmath>
+
+#include "apex/math/welford.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// The moments of each column.
+template <class X>
+struct ColumnMoments {
+  using value_type = compute_t<X>;
+  using T = value_type;
+  static constexpr int kSums = 3;
+
+  const X* x;   // [rows, columns]
+  T* mean;      // [columns]
+  T* variance;  // [columns], biased
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    row.template accumulate<kSums>([](Moments<T>& moments, T x) { add_number(moments, x); },
+                                   row.in(x));
+  }
+  APEX_HD void merge(Moments<T>& total, const Moments<T>& part) const {
+    merge_moments(total, part);
+  }
+  APEX_HD void finish(int64_t column, const Moments<T>& moments) const {
+    mean[column] = moments[1];
+    variance[column] = variance_of(moments);
+  }
+};
+
+// The moments of each row, in two passes over a row that is in the cache.
+template <class X>
+struct RowMoments {
+  using value_type = compute_t<X>;
+  using T = value_type;
+  static constexpr int kStages = 1;
+
+  const X* x;   // [rows, columns]
+  T* mean;      // [rows]
+  T* variance;  // [rows], biased
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    auto values = row.stage(0, x);
+    T mu = row.sum([](T x) { return x; }, values) / row.columns();
+    T m2 = row.sum([=](T x) { return (x - mu) * (x - mu); }, values);
+    row.once([&] {
+      mean[row.index()] = mu;
+      variance[row.index()] = m2 / row.columns();
+    });
+  }
+};
+
+// Merges the moments of parts. `Counts` tells how many elements per channel a part has.
+template <class T, class Counts>
+struct PartMoments {
+  using value_type = double;
+  static constexpr int kSums = 3;
+
+  const T* part_mean;      // [parts, channels]
+  const T* part_variance;  // [parts, channels], biased
+  Counts counts;
+  T* mean;      // [channels]
+  T* variance;  // [channels]: unbiased if inv_std is given (0 of one element), else biased
+  T* inv_std;   // [channels] or null: 1 / sqrt(biased variance + eps)
+  double eps;
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    double n = static_cast<double>(counts(row.index()));
+    row.template accumulate<kSums>(
+        [=](Moments<double>& total, double mean, double variance) {
+          merge_moments(total, Moments<double>{{n, mean, variance * n}});
+        },
+        row.in(part_mean), row.in(part_variance));
+  }
+  APEX_HD void merge(Moments<double>& total, const Moments<double>& part) const {
+    merge_moments(total, part);
+  }
+  APEX_HD void finish(int64_t channel, const Moments<double>& moments) const {
+    double biased = variance_of(moments);
+    mean[channel] = static_cast<T>(moments[1]);
+    if (inv_std == nullptr) {
+      variance[channel] = static_cast<T>(biased);
+      return;
+    }
+    double degrees = moments[0] > 1.0 ? moments[0] - 1.0 : 1.0;
+    variance[channel] = static_cast<T>(moments[2] / degrees);
+    inv_std[channel] = static_cast<T>(1.0 / std::sqrt(biased + eps));
+  }
+};
+
+// Sums over each column of dy and of dy * (x - mean).
+template <class X>
+struct ColumnGradSums {
+  using value_type = compute_t<X>;
+  using T = value_type;
+  static constexpr int kSums = 2;
+
+  const X* dy;    // [rows, columns]
+  const X* x;     // [rows, columns]
+  const T* mean;  // [columns]
+  T* sum_dy;      // [columns]
+  T* sum_dy_xmu;  // [columns]
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    row.template accumulate<kSums>(
+        [](Array<T, 2>& sums, T dy, T x, T mean) {
+          sums[0] += dy;
+          sums[1] += dy * (x - mean);
+        },
+        row.in(dy), row.in(x), row.shared(mean));
+  }
+  APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
+    sum_dy[column] = sums[0];
+    sum_dy_xmu[column] = sums[1];
+  }
+};
+
+// A per-channel vector spread over the columns that are summed: row r holds that of r % channels.
+template <class T>
+struct Spread {
+  using value_type = T;
+
+  const T* vector;  // [channels]
+  T* spread;        // [rows, columns]
+  int64_t channels;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    T value = vector[row.index() % channels];
+    row.each([=](T& out) { out = value; }, row.out(spread));
+  }
+};
+
+// The same over each row, whose channel is its number modulo `channels`.
+template <class X>
+struct RowGradSums {
+  using value_type = compute_t<X>;
+  using T = value_type;
+
+  const X* dy;    // [rows, columns]
+  const X* x;     // [rows, columns]
+  const T* mean;  // [channels]
+  T* sum_dy;      // [rows]
+  T* sum_dy_xmu;  // [rows]
+  int64_t channels;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    T mu = mean[row.index() % channels];
+    Array<T, 2> sums = row.template sums<2>(
+        [=](T dy, T x) { return Array<T, 2>{{dy, dy * (x - mu)}}; }, row.in(dy), row.in(x));
+    row.once([&] {
+      sum_dy[row.index()] = sums[0];
+      sum_dy_xmu[row.index()] = sums[1];
+    });
+  }
+};
+
+// Adds up the sums of parts.
+template <class T>
+struct PartSums {
+  using value_type = double;
+  static constexpr int kSums = 2;
+
+  const T* part_dy;      // [parts, channels]
+  const T* part_dy_xmu;  // [parts, channels]
+  T* sum_dy;             // [channels]
+  T* sum_dy_xmu;         // [channels]
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    row.template accumulate<kSums>(
+        [](Array<double, 2>& sums, double dy, double dy_xmu) {
+          sums[0] += dy;
+          sums[1] += dy_xmu;
+        },
+        row.in(part_dy), row.in(part_dy_xmu));
+  }
+  APEX_HD void finish(int64_t channel, const Array<double, 2>& sums) const {
+    sum_dy[channel] = static_cast<T>(sums[0]);
+    sum_dy_xmu[channel] = static_cast<T>(sums[1]);
+  }
+};
+
+// Merges the moments of each row's parts, which have equally many elements.
+template <class T>
+struct EqualMoments {
+  using value_type = T;
+
+  const T* part_mean;      // [channels, parts]
+  const T* part_variance;  // [channels, parts], biased
+  T* mean;                 // [channels]
+  T* variance;             // [channels], biased
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    auto means = row.in(part_mean);
+    T mu = row.sum([](T mean) { return mean; }, means) / row.columns();
+    T sum = row.sum([=](T mean, T variance) { return variance + (mean - mu) * (mean - mu); }, means,
+                    row.in(part_variance));
+    row.once([&] {
+      mean[row.index()] = mu;
+      variance[row.index()] = sum / row.columns();
+    });
+  }
+};
+
+// Adds up the sums of each row's parts.
+template <class T>
+struct EqualSums {
+  using value_type = T;
+
+  const T* part_dy;      // [channels, parts]
+  const T* part_dy_xmu;  // [channels, parts]
+  T* sum_dy;             // [channels]
+  T* sum_dy_xmu;         // [channels]
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    Array<T, 2> sums =
+        row.template sums<2>([](T dy, T dy_xmu) { return Array<T, 2>{{dy, dy_xmu}}; },
+                             row.in(part_dy), row.in(part_dy_xmu));
+    row.once([&] {
+      sum_dy[row.index()] = sums[0];
+      sum_dy_xmu[row.index()] = sums[1];
+    });
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,53 @@
+// The two passes of a LAMB step, which a caller with shards takes one by one.
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+
+#include "apex/torch/dispatch.h"
+#include "apex/torch/tensor_table.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// The same tensors with some of their columns.
+inline TensorTable columns_of(const TensorTable& table, std::initializer_list<int> columns) {
+  TensorTable chosen;
+  chosen.columns = static_cast<int>(columns.size());
+  chosen.numel = table.numel;
+  for (int column : columns) chosen.storage.push_back(table.storage[column]);
+  chosen.data.reserve(columns.size() * table.numel.size());
+  for (int64_t tensor = 0; tensor < table.tensors(); ++tensor) {
+    for (int column : columns) chosen.data.push_back(table.row(tensor)[column]);
+  }
+  return chosen;
+}
+
+// The first pass leaves the squares of norms, which the second needs; [tensors, 2].
+struct Passes {
+  bool first, second;
+  double* squares;
+  bool rounds_by_chance = false;  // the second one
+};
+
+// Both passes without `squares`; with them the one that was asked for.
+inline Passes chosen_passes(const char* op, const std::optional<Tensor>& squares, int64_t only_pass,
+                            const TensorList& params) {
+  if (!squares) {
+    check(only_pass == 0, op, ": only_pass ", only_pass, " needs squares.");
+    return {true, true, nullptr};
+  }
+  check_tensors(op, {{"squares", *squares}});
+  check(only_pass == 1 || only_pass == 2, op, ": with squares only_pass must be 1 or 2, got ",
+        only_pass, ".");
+  const Tensor& like = params[0];
+  check(squares->numel() == 2 * static_cast<int64_t>(params.size()) && squares->is_contiguous() &&
+            squares->is_cpu() == like.is_cpu() &&
+            squares->get_device_index() == like.get_device_index(),
+        op, ": squares must be contiguous, two numbers per tensor (", 2 * params.size(),
+        "), on the device of the tensors (", describe(like), "), got ", describe(*squares), ".");
+  return {only_pass == 1, only_pass == 2, data<double>(*squares, "squares")};
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

@@ -1,0 +1,58 @@
+"""A backward that works once: what it returns refuses to be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .transforms import differentiated_again
+
+
+class _NoSecondDerivative(Function):
+    """Passes gradients through, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, message: str, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.message = message
+        # No views: autograd would refuse in-place changes of them.
+        return tuple(t if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(ctx.message)
+
+    jvp = backward  # forward mode over a gradient
+
+
+def not_twice_differentiable(name: str, remedy: str) -> Callable[[Callable], Callable]:
+    """Decorate a function's ``backward``: its gradients raise where they are differentiated.
+
+    ``once_differentiable`` raises only if the incoming gradient itself requires one; it would
+    silently ignore a gradient penalty on ``y.sum()``. Save the tensors that the gradients depend on
+    as the function got them: a copy has no connection to the graph.
+
+    Args:
+        name, remedy: of the function, and what to use instead, for the message.
+    """
+    message = f"{name}: the gradient cannot be differentiated again. {remedy}"
+
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+            if not differentiated_again():
+                return backward(ctx, *grad_outputs)
+            with torch.no_grad():
+                grads = backward(ctx, *grad_outputs)
+            given = *grads, *grad_outputs, *ctx.saved_tensors
+            return _NoSecondDerivative.apply(message, len(grads), *given)
+
+        return wrapped
+
+    return decorate

@@ -1,0 +1,65 @@
+"""What the doctor makes of file systems and variables that a test machine does not have."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from shared_csrc.native import doctor, targets
+from shared_csrc.native.library import OpLibrary
+
+
+def test_a_file_system_that_forbids_running_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "not" / "yet"))
+    assert doctor._cache()["problem"] is None
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert doctor._cache()["problem"] == (
+        f"the file system of {tmp_path} forbids running code (noexec)"
+    )
+
+
+def test_a_user_without_a_home(monkeypatch):
+    for name in ("APEX_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert "APEX_CACHE_DIR" in doctor._cache()["problem"]
+
+
+@pytest.mark.parametrize(
+    ("torch_for", "variables", "expected"),
+    [
+        ({}, {}, None),
+        ({"cuda": "13.0"}, {}, None),
+        ({}, {"TORCH_CUDA_ARCH_LIST": "9.0"}, None),
+        ({"cuda": "13.0"}, {"TORCH_CUDA_ARCH_LIST": "8.0 9.0a"}, ("cuda", ("sm_80", "sm_90a"))),
+        ({"hip": "6.4"}, {"PYTORCH_ROCM_ARCH": "gfx90a;gfx942"}, ("hip", ("gfx90a", "gfx942"))),
+    ],
+)
+def test_images_are_made_for_the_gpus_that_are_named(monkeypatch, torch_for, variables, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, torch_for.get(name))
+    for name in ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    cpu, *others = (target for target, _ in doctor._wanted_targets(OpLibrary("apex_doc", __file__)))
+    assert cpu.backend == "cpu"
+    wanted = [] if expected is None else [targets.Target(expected[0], archs=expected[1])]
+    assert others == wanted
+
+
+@pytest.mark.parametrize(("nvcc", "cuda", "is_wrong"), [(13, "12.8", True), (12, "13.0", False)])
+def test_a_compiler_newer_than_torch(monkeypatch, nvcc, cuda, is_wrong):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(doctor.toolchain, "toolkit_major", lambda backend: nvcc)
+    assert (doctor._toolkit_problem() is not None) == is_wrong
