@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from .._shared.native.float16 import FEW as _FEW
+from .._shared.native.float16 import cpu_multiplies_float16
+
 _CONVOLUTION_BACKWARD = "convolution_backward"
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmv", "addbmm", "dot", "vdot")
 # Op -> where its matrices begin among the arguments; those with a choice between both ways.
 _MATRICES = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-# Multiplications up to which torch's loops win: 16x16 times 16x16 took 6 us, through float32 11 us;
-# 32x32 times 32x32 took 18 us and 12 us (torch 2.13, one thread).
-_FEW = 16**3
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Op -> number of leading outputs to round back to float16; the rest (log-sum-exp) stays float32.
 _OPS = {
@@ -62,8 +62,7 @@ def float16_through_float32() -> Iterator[None]:
 
 
 def _slow_ops() -> dict[str, int]:
-    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
-    if probe is not None and probe():
+    if cpu_multiplies_float16():
         return {_CONVOLUTION_BACKWARD: _OPS[_CONVOLUTION_BACKWARD]}
     return _OPS
 

@@ -243,3 +243,5 @@ class O5(OptLevel):
 
 
 opt_levels: dict[str, OptLevel] = {level.name: level() for level in (O3, O2, O1, O0, O4, O5)}
+"""Every opt level by its name, as ``amp.initialize`` takes it; ``opt_levels["O1"].brief``
+describes it."""

@@ -10,6 +10,7 @@ from .. import utils
 from ..handle import AmpHandle
 
 RNN_NAMES = ["rnn_relu", "rnn_tanh", "gru", "lstm"]
+"""torch's recurrent functions that amp casts."""
 
 
 class VariableFunctionsShim:
