@@ -160,13 +160,19 @@ def _rms_forward(name: str, mixed: bool) -> Any:
 
 
 fused_layer_norm_affine_fwd = _layer_forward("fused_layer_norm_affine", mixed=False)
+"""Return output, mean and invvar, which is ``1 / sqrt(var + eps)``; weight and bias have the
+input's dtype."""
 fused_layer_norm_affine_mixed_dtypes_fwd = _layer_forward(
     "fused_layer_norm_affine_mixed_dtypes", mixed=True
 )
+"""The same; the output has the weight's dtype, which may differ from the input's."""
 fused_rms_norm_affine_fwd = _rms_forward("fused_rms_norm_affine", mixed=False)
+"""Return output and invvar, which is ``1 / sqrt(mean(input ** 2) + eps)``; the weight has the
+input's dtype."""
 fused_rms_norm_affine_mixed_dtypes_fwd = _rms_forward(
     "fused_rms_norm_affine_mixed_dtypes", mixed=True
 )
+"""The same; the output has the weight's dtype, which may differ from the input's."""
 
 
 @_forward("fused_layer_norm_fwd", "", "(Tensor, Tensor, Tensor)")
