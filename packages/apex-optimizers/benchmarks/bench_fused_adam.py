@@ -96,6 +96,41 @@ compare(
     torch_fused_bf16=stepper(torch.optim.AdamW, sizes, BF16, fused=True),
 )
 
+compare(
+    "adamw_step_by_chance",
+    "resnet50, bf16 parameters",
+    bytes_moved=22 * sum(sizes),
+    device=DEVICE,
+    apex=stepper(FusedAdam, sizes, BF16, stochastic_rounding=True),
+    apex_to_nearest=stepper(FusedAdam, sizes, BF16),
+    apex_masters=stepper(FusedAdam, sizes, BF16, master_weights=True),
+)
+
+
+def clipped(has_max_norm, cls, **options):
+    """Clipping to a norm, and the step: inside it, or as torch's users do."""
+    params = params_with_grads(sizes, DEVICE)
+    step = cls(params, lr=1e-3, weight_decay=0.01, **options).step
+    if has_max_norm:
+        return lambda: step(max_norm=1.0)
+
+    def clip_and_step():
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        step()
+
+    return clip_and_step
+
+
+compare(
+    "adamw_step_clipped",
+    "resnet50",
+    bytes_moved=32 * sum(sizes),
+    device=DEVICE,
+    apex=clipped(True, FusedAdam),
+    apex_clipped_before=clipped(False, FusedAdam),
+    torch_fused=clipped(False, torch.optim.AdamW, fused=True),
+)
+
 # At the end: what the compiler leaves on the heap lies between the tensors of later cases.
 for case, sizes in MODELS.items():
     if compiled := compiled_peer(torch.optim.AdamW, sizes, DEVICE):

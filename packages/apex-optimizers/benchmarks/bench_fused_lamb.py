@@ -88,6 +88,13 @@ for case, sizes in MODELS.items():
 
 sizes = MODELS["mlp 2 x 10M"]
 compare(
+    "lamb_step_by_chance",
+    "mlp 2 x 10M, bf16 parameters",
+    device=DEVICE,
+    apex=stepper(FusedLAMB, sizes, torch.bfloat16, stochastic_rounding=True),
+    apex_to_nearest=stepper(FusedLAMB, sizes, torch.bfloat16),
+)
+compare(
     "lamb_step_bf16",
     "mlp 2 x 10M, fp32 masters and states",
     # The norm of g; p, g, m, v and m, v; p, m, v and p with its copy.

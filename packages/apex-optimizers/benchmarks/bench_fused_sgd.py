@@ -19,8 +19,8 @@ TINY = "10,000 x 100"
 NEW_GRADS = f"{TINY}, new gradients"
 
 
-def stepper(cls, sizes, has_new_grads=False, **options):
-    params = params_with_grads(sizes, DEVICE)
+def stepper(cls, sizes, has_new_grads=False, dtype=torch.float32, **options):
+    params = params_with_grads(sizes, DEVICE, dtype)
     step = cls(params, lr=1e-3, momentum=0.9, weight_decay=0.01, **options).step
     return with_new_grads(params, step) if has_new_grads else step
 
@@ -37,6 +37,16 @@ for case, sizes in [*MODELS.items(), (NEW_GRADS, MODELS[TINY])]:
         torch_fused=stepper(torch.optim.SGD, sizes, fused=True, **options),
         torch_foreach=stepper(torch.optim.SGD, sizes, foreach=True, **options),
     )
+
+BF16 = {"dtype": torch.bfloat16}
+compare(
+    "sgd_step_by_chance",
+    "resnet50, bf16 parameters",
+    bytes_moved=10 * sum(RESNET50),
+    device=DEVICE,
+    apex=stepper(FusedSGD, RESNET50, stochastic_rounding=True, **BF16),
+    apex_to_nearest=stepper(FusedSGD, RESNET50, **BF16),
+)
 
 # At the end: what the compiler leaves on the heap lies between the tensors of later cases.
 for case, sizes in MODELS.items():

@@ -9,11 +9,8 @@ Importing this module raises ImportError where its kernels cannot run.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-import apex.optimizers as _optimizers
 from apex.optimizers._amp_c import adagrad as _adagrad
 from apex.optimizers._amp_c import adam as _adam
 from apex.optimizers._amp_c import elementwise as _elementwise
@@ -75,7 +72,7 @@ _MODULES = (_lars, _lamb, _novograd, _adagrad, _adam, _elementwise, _norms, _sca
 def _require_kernels() -> None:
     """Raise ImportError with the remedy if an op of this module cannot run on this machine."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    apex = Path(_optimizers.__file__).parent.parent
+    apex = _library.kernels.parents[1]
     try:
         for name in [name for module in _MODULES for name in module.KERNELS]:
             _library.require(apex / name, "amp_C", device_type)

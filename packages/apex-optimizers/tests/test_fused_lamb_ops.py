@@ -28,6 +28,7 @@ HYPER = {
     "device_max_grad_norm": None,
     "inv_scale": None,
     "found_inf": None,
+    "rounding_key": None,
 }
 
 

@@ -115,24 +115,47 @@ class OptimizerMachine(RuleBasedStateMachine):
             chosen.append((index, param, model, exact(grad)))
         return chosen
 
-    @rule(seed=SEEDS, pattern=st.integers(0, 255), skipped=st.booleans())
-    def step(self, seed, pattern, skipped):
+    @rule(
+        seed=SEEDS,
+        pattern=st.integers(0, 255),
+        skipped=st.booleans(),
+        limit=st.sampled_from([None, 0.3, 30.0]),
+    )
+    def step(self, seed, pattern, skipped, limit=None):
         given = self._set_gradients(seed, pattern)
-        is_skipped = skipped and self.mode.capturable and seed % 2 == 0
-        if is_skipped:
+        limits = {"max_norm": limit} if self.mode.takes_limits and limit else {}
+        norm = global_norm([grad for *_, grad in given])
+        is_above = skipped and self.mode.takes_limits and seed % 4 == 1 and norm > 0
+        is_skipped = is_above or (skipped and self.mode.capturable and seed % 2 == 0)
+        if is_above:
+            limits["skip_above"] = 0.5 * norm
+        elif is_skipped:
             self.optimizer.found_inf = torch.ones(())
         for _, param, model, _ in given:
             self._take_master(param, model)
-        self.optimizer.step()
-        if is_skipped:
+        self.optimizer.step(**limits)
+        given = self._clipped(given, limits, norm)
+        if is_skipped and not is_above:
             del self.optimizer.found_inf
-        else:
+        elif not is_skipped:
             self.counts = [count + 1 for count in self.counts]
-            norm = global_norm([grad for *_, grad in given])
             for index, _, model, grad in given:
                 model.steps += 1
                 self.mode.model(model, grad, self.hyper[index], norm)
         self._compare([] if is_skipped else given)
+
+    def _clipped(self, given, limits, norm):
+        """Gradients as they are used: clipped, and rounded as they are kept."""
+        if "max_norm" not in limits:
+            return given
+        factor = min(1.0, limits["max_norm"] / (norm + 1e-6))
+        clipped = []
+        for index, param, model, grad in given:
+            dtype = self.mode.gradient(param).dtype
+            wide = torch.promote_types(dtype, torch.float32)
+            own = (grad.to(wide) * torch.tensor(factor, dtype=wide)).to(dtype)
+            clipped.append((index, param, model, exact(own)))
+        return clipped
 
     @rule(seed=SEEDS, groups=st.lists(st.sampled_from([1, 2, 5, 7, 15]), min_size=1, max_size=5))
     def step_groups(self, seed, groups):

@@ -73,4 +73,6 @@ class MultiTensorApply:
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
+"""Calls an operator of ``amp_C`` with Apex's chunk size, 65,536 elements."""
 multi_tensor_applier_l2norm = MultiTensorApply(2048 * 32)
+"""The same under the name that scripts use for norms."""

@@ -24,6 +24,7 @@ class AdamBucket(Bucket):
 
     writing_ops = (adam_step_capturable,)  # unscales them
     held_ops = ADAM_HELD
+    clip: Tensor | None = None  # float64 [1], on the bucket's device: gradients times it are used
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,6 +52,12 @@ class AdamBucket(Bucket):
             self.check_new_gradients()
             self.used = [grad.double() for grad in self.used]  # smaller decoupled ones
         super().run(op, *hyper)
+
+    def clip_copies(self) -> None:
+        """Use clipped copies of the gradients, for steps that do not clip by themselves."""
+        if self.clip is not None:
+            self.check_new_gradients()
+            self.used = torch._foreach_mul(self.used, self.clip.reshape(()))
 
     @property
     def is_compact(self) -> bool:

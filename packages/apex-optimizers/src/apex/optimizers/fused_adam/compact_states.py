@@ -62,6 +62,17 @@ class CompactStates(FusedOptimizer):
                 self.layout, grad_name="decoupled_grad", any_grad_dtype=True
             )
 
+    def set_rounding(self, stochastic_rounding: bool) -> None:
+        """Keep the constructor's argument; called after :meth:`set_storage`."""
+        self.stochastic_rounding = stochastic_rounding
+        is_plain = (self.exp_avg_dtype, self.exp_avg_sq_dtype) == (torch.float32, torch.float32)
+        if stochastic_rounding and (self.master_weights or self.use_decoupled_grad or not is_plain):
+            raise ValueError(
+                "FusedAdam: stochastic_rounding=True keeps no masters, and needs float32 moments "
+                "and gradients in .grad: leave master_weights, exp_avg_dtype, exp_avg_sq_dtype and "
+                "use_decoupled_grad at their defaults."
+            )
+
     def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
         wide = super().moment_dtype(key, param)
         return wide if wide == torch.float64 else getattr(self, f"{key}_dtype")

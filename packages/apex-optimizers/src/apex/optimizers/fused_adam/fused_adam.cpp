@@ -42,29 +42,63 @@ void dispatch_adam(const char* op, const TensorList& params, const TensorList& g
   });
 }
 
+// Launches the step with what it needs: kParts, and of the rest what the arguments have.
+template <int kParts, class P, class M>
+void launch_adam(const char* op, const Context& context, const TensorTable& table,
+                 const AdamHyper& hyper, double sign, bool rounds) {
+  using G = std::conditional_t<(kParts & kUnscales) != 0, InOut<P>, In<P>>;
+  if constexpr ((kParts & kMasters) != 0) {
+    check(!rounds, op,
+          ": rounding_key rounds params without masters by chance, but there are some.");
+    foreach<Out<P>, G, InOut<M>, InOut<M>, InOut<float>>(context, table,
+                                                         AdamLaunch<P, kParts>{hyper, sign});
+  } else if constexpr (std::is_same_v<P, BFloat16>) {
+    if (rounds) {
+      return foreach<InOut<CutBFloat16>, G, InOut<M>, InOut<M>>(
+          context, table, AdamLaunch<P, kParts | kByChance>{hyper, sign});
+    }
+    foreach<InOut<P>, G, InOut<M>, InOut<M>>(context, table, AdamLaunch<P, kParts>{hyper, sign});
+  } else {
+    check(!rounds, op, ": only bfloat16 params are rounded by chance.");
+    foreach<InOut<P>, G, InOut<M>, InOut<M>>(context, table, AdamLaunch<P, kParts>{hyper, sign});
+  }
+}
+
+// kParts with what depends on the arguments.
+template <int kParts, class P, class M>
+void choose_adam(const char* op, const Context& context, const TensorTable& table,
+                 const AdamHyper& hyper, double sign, bool rounds, const TensorList& masters) {
+  dispatch_bool(hyper.numbers.clip != nullptr, [&]<bool kClipped>() {
+    constexpr int kOwn = kParts | (kClipped ? kClips : 0);
+    if (masters.empty()) {
+      return launch_adam<kOwn, P, M>(op, context, table, hyper, sign, rounds);
+    }
+    check(masters[0].scalar_type() == ScalarType::Float, op, ": masters must be float32, got ",
+          dtype_name(masters[0].scalar_type()), ".");
+    launch_adam<kOwn | kMasters, P, M>(op, context, table, hyper, sign, rounds);
+  });
+}
+
 void adam_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                const TensorList& exp_avg_sqs, const TensorList& masters, double lr, double beta1,
                double beta2, double eps, double weight_decay, int64_t step, bool bias_correction,
-               bool decoupled, bool maximize) {
-  check_step("adam_step", step);
-  check_betas("adam_step", beta1, beta2);
-  check_not_negative("adam_step", "eps", eps);
-  TensorTable table = adam_table("adam_step", params, grads, exp_avgs, exp_avg_sqs, masters);
+               bool decoupled, bool maximize, const std::optional<Tensor>& clip,
+               std::optional<int64_t> rounding_key) {
+  const char* op = "adam_step";
+  check_step(op, step);
+  check_betas(op, beta1, beta2);
+  check_not_negative(op, "eps", eps);
+  TensorTable table = adam_table(op, params, grads, exp_avgs, exp_avg_sqs, masters);
   if (params.empty()) return;
   AdamHyper hyper{beta1,     beta2,
                   eps,       weight_decay,
                   decoupled, make_step_numbers(lr, step, {beta1, beta2, bias_correction})};
+  hyper.numbers.clip = optional_number<double>(op, "clip", clip, params[0]);
+  hyper.chance = {static_cast<uint64_t>(rounding_key.value_or(0)), static_cast<uint32_t>(step)};
   Context context(params[0]);
-  dispatch_adam("adam_step", params, grads, exp_avgs, exp_avg_sqs, [&]<class P, class M>() {
-    auto functor = make_adam_step<compute_t<P>>(hyper, maximize ? -1 : 1);
-    if (masters.empty()) {
-      foreach<InOut<P>, In<P>, InOut<M>, InOut<M>>(context, table, functor);
-      return;
-    }
-    check(masters[0].scalar_type() == ScalarType::Float, "adam_step: masters must be float32, got ",
-          dtype_name(masters[0].scalar_type()), ".");
-    foreach<Out<P>, In<P>, InOut<M>, InOut<M>, InOut<float>>(
-        context, table, WithMaster<decltype(functor)>{functor});
+  dispatch_adam(op, params, grads, exp_avgs, exp_avg_sqs, [&]<class P, class M>() {
+    choose_adam<kPlainAdam, P, M>(op, context, table, hyper, maximize ? -1 : 1,
+                                  rounding_key.has_value(), masters);
   });
 }
 
@@ -75,10 +109,11 @@ int64_t adam_hold(TensorList& params, TensorList& grads, TensorList& exp_avgs,
 
 void adam_step_held(int64_t held, int64_t held_grads, const TensorList& grads, double lr,
                     double beta1, double beta2, double eps, double weight_decay, int64_t step,
-                    bool bias_correction, bool decoupled, bool maximize) {
+                    bool bias_correction, bool decoupled, bool maximize,
+                    const std::optional<Tensor>& clip, std::optional<int64_t> rounding_key) {
   HeldCall own("adam_step_held", held, held_grads, grads);
   adam_step(own[0], own.grads(), own[2], own[3], own[4], lr, beta1, beta2, eps, weight_decay, step,
-            bias_correction, decoupled, maximize);
+            bias_correction, decoupled, maximize, clip, rounding_key);
 }
 
 void adam_step_capturable(const TensorList& params, const TensorList& grads,
@@ -87,7 +122,8 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
                           const std::optional<Tensor>& inv_scale,
                           const std::optional<Tensor>& found_inf, double beta1, double beta2,
                           double eps, double weight_decay, bool bias_correction, bool decoupled,
-                          bool maximize) {
+                          bool maximize, const std::optional<Tensor>& clip,
+                          std::optional<int64_t> rounding_key) {
   const char* op = "adam_step_capturable";
   check_betas(op, beta1, beta2);
   check_not_negative(op, "eps", eps);
@@ -99,19 +135,12 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
   hyper.numbers.device_step = number_near<int>(op, "step", step, params[0]);
   hyper.numbers.inverse_scale = optional_number<float>(op, "inv_scale", inv_scale, params[0]);
   hyper.numbers.found_inf = optional_number<float>(op, "found_inf", found_inf, params[0]);
-  const double sign = maximize ? -1 : 1;
+  hyper.numbers.clip = optional_number<double>(op, "clip", clip, params[0]);
+  hyper.chance.key = static_cast<uint64_t>(rounding_key.value_or(0));
   Context context(params[0]);
   dispatch_adam(op, params, grads, exp_avgs, exp_avg_sqs, [&]<class P, class M>() {
-    using T = compute_t<P>;
-    if (masters.empty()) {
-      foreach<InOut<P>, InOut<P>, InOut<M>, InOut<M>>(context, table,
-                                                      CapturableAdam<T, false>{hyper, sign});
-      return;
-    }
-    check(masters[0].scalar_type() == ScalarType::Float, op, ": masters must be float32, got ",
-          dtype_name(masters[0].scalar_type()), ".");
-    foreach<Out<P>, InOut<P>, InOut<M>, InOut<M>, InOut<float>>(
-        context, table, CapturableAdam<T, true>{hyper, sign});
+    choose_adam<kUnscales, P, M>(op, context, table, hyper, maximize ? -1 : 1,
+                                 rounding_key.has_value(), masters);
   });
 }
 

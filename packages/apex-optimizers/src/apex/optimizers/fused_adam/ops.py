@@ -15,7 +15,7 @@ _LISTS = (
 @library.define(
     "adam_step(" + _LISTS.format(grads="") + "float lr, float beta1, float beta2, float eps, "
     "float weight_decay, int step, bool bias_correction, bool decoupled, "
-    "bool maximize=False) -> ()"
+    "bool maximize=False, Tensor? clip=None, int? rounding_key=None) -> ()"
 )
 def adam_step(
     params: list[Tensor],
@@ -32,6 +32,8 @@ def adam_step(
     bias_correction: bool,
     decoupled: bool,
     maximize: bool = False,
+    clip: Tensor | None = None,
+    rounding_key: int | None = None,
 ) -> None:
     """One Adam step over lists of tensors, in place.
 
@@ -47,10 +49,16 @@ def adam_step(
         bias_correction: divide the moments by ``1 - beta**step``.
         decoupled: AdamW; else the decay is added to the gradient.
         maximize: use the negative gradient.
+        clip: float64, one element on the parameters' device. Gradients are used as if they had been
+            multiplied by it and stored; they are not changed. None is 1.
+        rounding_key: 64 bits; bfloat16 ``params`` are rounded up or down by chance then. Chances
+            are bits of Philox4x32-10 by this key, the element's index, ``step``, and the tensor's
+            number among those that have elements. None: to the nearest.
 
     Raises:
         RuntimeError: lists, dtypes, devices or layouts do not match, ``step`` is below 1, a beta is
-            outside [0, 1), or ``eps`` is negative; nothing is changed then.
+            outside [0, 1), ``eps`` is negative, or there is a ``rounding_key`` with masters or for
+            other dtypes; nothing is changed then.
 
     Source:
         Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.
@@ -61,7 +69,7 @@ def adam_step(
     "adam_step_capturable(" + _LISTS.format(grads="(b!)") + "Tensor lr, Tensor step, "
     "Tensor? inv_scale, Tensor? found_inf, float beta1, float beta2, float eps, "
     "float weight_decay, bool bias_correction, bool decoupled, "
-    "bool maximize=False) -> ()"
+    "bool maximize=False, Tensor? clip=None, int? rounding_key=None) -> ()"
 )
 def adam_step_capturable(
     params: list[Tensor],
@@ -80,6 +88,8 @@ def adam_step_capturable(
     bias_correction: bool,
     decoupled: bool,
     maximize: bool = False,
+    clip: Tensor | None = None,
+    rounding_key: int | None = None,
 ) -> None:
     """:func:`adam_step` whose changing numbers live on the device, for CUDA graphs.
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..stepping.buckets import MASTER, StateLayout
 from ..stepping.checks import check_betas, check_lr, check_not_negative
+from ..stepping.norms import NormLimits, norm_of_gradients
+from ..stepping.numbers import Scaling
+from ..stepping.rounding import SEED, rounding_key
 from .buckets import AdamBucket
 from .checks import check_legacy
 from .compact_states import CompactStates
@@ -56,6 +59,11 @@ class FusedAdam(CompactStates):
         store_param_remainders: with ``master_weights``: keep only those 16 bits of a bfloat16
             parameter's master that the parameter lacks. The parameter is then the master rounded
             with ties away from zero, instead of to even.
+        stochastic_rounding: round bfloat16 parameters up or down by chance, so that updates far
+            below their precision add up in the mean, without masters. Random bits depend on
+            ``rounding_seed``, the parameter's number, its count of steps and the element's index
+            alone: they are the same after a checkpoint, and on all devices.
+        rounding_seed: in [0, 2**32); may differ between groups, whose entry it becomes.
         use_decoupled_grad: take gradients from the parameters' attribute ``decoupled_grad``, of any
             16- or 32-bit dtype, instead of ``grad``; ``zero_grad`` then sets that to None.
 
@@ -69,20 +77,24 @@ class FusedAdam(CompactStates):
         moments 4, with float8 2; masters 4 more, remainders 2 more.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or a dtype is not one of those above.
-        TypeError: a parameter is not real floating point.
+        ValueError: a hyper-parameter is out of range, a dtype is not one of those above, or
+            ``stochastic_rounding`` with masters or states of other dtypes than float32.
+        TypeError: a parameter is not real floating point, or is float16 with
+            ``stochastic_rounding``.
         RuntimeError: ``amsgrad``; ``capturable`` with states of other dtypes than float32; in
             :meth:`step`: a gradient is sparse or does not match its parameter. No parameter and no
             state is changed then.
 
     Note:
         Differs from ``torch.optim.AdamW`` in that 16-bit parameters are updated in float32 and
-        rounded once. A step moves 28 bytes per float32 parameter. ``inf`` and ``nan`` gradients
-        reach the parameter; use :mod:`apex.amp` or a ``GradScaler`` to skip such steps.
+        rounded once. A step moves 28 bytes per float32 parameter, and 4 more to clip. ``inf`` and
+        ``nan`` gradients reach the parameter; ``step(skip_nonfinite=True)``, :mod:`apex.amp` or a
+        ``GradScaler`` skip such steps.
 
     Source:
         Kingma & Ba, *Adam*, ICLR 2015, algorithm 1; Loshchilov & Hutter, *Decoupled Weight Decay
-        Regularization*, ICLR 2019, algorithm 2.
+        Regularization*, ICLR 2019, algorithm 2; Gupta et al., *Deep Learning with Limited Numerical
+        Precision*, ICML 2015, section 3.1 (stochastic rounding).
 
     Example:
         >>> model = torch.nn.Linear(8, 4)
@@ -98,11 +110,15 @@ class FusedAdam(CompactStates):
         "exp_avg_sq_dtype",
         "layout",
         "master_weights",
+        "stochastic_rounding",
         "store_param_remainders",
         "use_decoupled_grad",
     )
     bucket_class = AdamBucket
     kernels = "fused_adam"
+    grad_norm: Tensor | None = None  # float64 [1]; see step
+    skips: Tensor | None = None  # float32 [1], during a step: not 0 where nothing is changed
+    _limits: NormLimits | None = None
 
     def __init__(
         self,
@@ -124,6 +140,8 @@ class FusedAdam(CompactStates):
         master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam: amsgrad=True is not supported; use torch.optim.AdamW.")
@@ -138,6 +156,7 @@ class FusedAdam(CompactStates):
             store_param_remainders,
             use_decoupled_grad,
         )
+        self.set_rounding(stochastic_rounding)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -145,6 +164,7 @@ class FusedAdam(CompactStates):
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
+            **({SEED: rounding_seed} if stochastic_rounding else {}),
         }
         super().__init__(params, defaults)
 
@@ -185,7 +205,13 @@ class FusedAdam(CompactStates):
 
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *legacy: Any, **named_legacy: Any
+        self,
+        closure: Callable[[], Any] | None = None,
+        *legacy: Any,
+        max_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        skip_above: float | None = None,
+        **named_legacy: Any,
     ) -> Any:
         """Take one step.
 
@@ -194,22 +220,66 @@ class FusedAdam(CompactStates):
             legacy, named_legacy: ``grads``, ``output_params``, ``scale``, ``grad_norms`` and
                 ``grad_scaler``, in this order, which old scripts pass as None. (They are not in the
                 signature, because GradScaler would then pass itself, which torch has deprecated.)
+            max_norm: clip the gradients to this norm, in gradient units, ``>= 0``. The result is,
+                bit by bit, that of multiplying all gradients by ``min(1, max_norm / (norm +
+                1e-6))`` before; but they are only read, once more for the norm.
+            skip_nonfinite: change nothing where the norm is ``inf`` or ``nan``.
+            skip_above: change nothing where the norm is larger than this.
+
+        The norm is the Euclidean one of all gradients of all groups; of sharded parameters that of
+        the whole. With ``capturable`` it stays on the device. :attr:`grad_norm` is the norm of the
+        last step that had one of these three arguments.
 
         Returns:
             What ``closure`` returned, or None.
 
         Raises:
             TypeError: other arguments were given.
-            RuntimeError: a legacy argument is not None, a gradient cannot be used, or a CUDA graph
-                is being captured without ``capturable``; nothing is changed then.
+            ValueError: ``max_norm`` or ``skip_above`` is no number ``>= 0``.
+            RuntimeError: a legacy argument is not None, a gradient cannot be used, a CUDA graph
+                is being captured without ``capturable``, or a step of parameters on a GPU is to be
+                skipped without ``capturable``; nothing is changed then.
         """
         check_legacy(legacy, named_legacy)
+        limits = NormLimits.of("FusedAdam", max_norm, skip_nonfinite, skip_above)
+        if limits is not None and limits.may_skip:
+            self._check_may_skip()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.update_params()
+        self._limits = limits
+        try:
+            self.update_params()
+        finally:
+            self._limits = self.skips = None
         return loss
+
+    def _check_may_skip(self) -> None:
+        on_gpu = any(param.is_cuda for group in self.param_groups for param in group["params"])
+        if on_gpu and not self.capturable:
+            raise RuntimeError(
+                "FusedAdam.step: skip_nonfinite and skip_above need FusedAdam(..., capturable=True)"
+                " for parameters on a GPU: without it steps are counted on the host, which would "
+                "have to wait for the GPU to know whether this one counts."
+            )
+
+    def step_buckets(self, buckets: list[AdamBucket]) -> None:
+        limits, clip = self._limits, None
+        if limits is not None and buckets:
+            norm = self.grad_norm = self._norm(buckets)
+            clip = limits.clip(norm)
+            if limits.may_skip and self.capturable:
+                self.skips = limits.skips(norm)
+            elif limits.may_skip and limits.skips(norm):
+                return
+        for bucket in buckets:
+            bucket.clip = None if clip is None else clip.to(bucket.params[0].device)
+        super().step_buckets(buckets)
+
+    def _norm(self, buckets: list[AdamBucket]) -> Tensor:
+        norm, inv_scale = norm_of_gradients(buckets, wide=True), Scaling.of(self).inv_scale
+        return norm if inv_scale is None else norm * inv_scale.to(norm.device, norm.dtype)
 
     def step_bucket(self, bucket: AdamBucket) -> None:
         if self.capturable:
@@ -218,7 +288,7 @@ class FusedAdam(CompactStates):
             self._step_eager(bucket)
 
     def _step_eager(self, bucket: AdamBucket) -> None:
-        group = bucket.group
+        group, key = bucket.group, rounding_key(self, bucket)
         numbers = self.numbers_of(bucket)
         hyper = (
             numbers.lr,
@@ -231,9 +301,10 @@ class FusedAdam(CompactStates):
         )
         if bucket.is_compact:
             gradient_scale = -1.0 if group["maximize"] else 1.0
+            bucket.clip_copies()
             bucket.run(compact_step, bucket.scales, *hyper, gradient_scale)
         else:
-            bucket.run(adam_step, *hyper, bool(group["maximize"]))
+            bucket.run(adam_step, *hyper, bool(group["maximize"]), bucket.clip, key)
         numbers.count(bucket)
 
     def _step_capturable(self, bucket: AdamBucket) -> None:
@@ -250,5 +321,7 @@ class FusedAdam(CompactStates):
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
             bool(group["maximize"]),
+            bucket.clip,
+            rounding_key(self, bucket),
         )
         numbers.count(bucket)

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "apex/math/adam.h"
+#include "apex/math/remainder.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
@@ -88,24 +89,16 @@ struct WithScales {
   }
 };
 
-// The float32 master is the bfloat16 parameter and `remainder`, a 16-bit integer: its lower half.
-// Where that is negative the parameter was rounded up.
+// The float32 master is the bfloat16 parameter and `remainder`.
 struct WithRemainder {
   using value_type = float;
 
   CompactStep step;
 
   APEX_HD void operator()(float& p, float& g, float& m, float& v, float& remainder) const {
-    int32_t low = static_cast<int32_t>(remainder);
-    uint32_t high = bit_cast<uint32_t>(p) - (low < 0 ? 0x10000u : 0u);
-    float master = bit_cast<float>(high | (static_cast<uint32_t>(low) & 0xffffu));
+    float master = join_remainder(p, remainder);
     step(master, g, m, v);
-    uint32_t bits = bit_cast<uint32_t>(master);
-    int32_t rest = static_cast<int16_t>(bits & 0xffffu);
-    uint32_t rounded = (bits & 0xffff0000u) + (rest < 0 ? 0x10000u : 0u);
-    bool is_nan = master != master;
-    p = bit_cast<float>(is_nan ? 0x7fc00000u : rounded);
-    remainder = static_cast<float>(is_nan ? 0 : rest);
+    split_remainder(master, p, remainder);
   }
 };
 

@@ -1,5 +1,5 @@
 // Registers lamb_step, lamb_stage1 and lamb_stage2: checks, types and launches; the mathematics is
-// in lamb.h and stages.h.
+// in math/lamb.h and stages.h.
 #include <utility>
 
 #include "apex/engine/foreach.h"
@@ -7,6 +7,7 @@
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/hyper_parameters.h"
+#include "apex/torch/lamb_passes.h"
 #include "apex/torch/library.h"
 #include "apex/torch/step_numbers.h"
 #include "apex/torch/tensor_table.h"
@@ -17,18 +18,6 @@ inline namespace APEX_BACKEND_NS {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
-
-// The same tensors with some of their columns.
-TensorTable columns_of(const TensorTable& table, std::initializer_list<int> columns) {
-  TensorTable chosen;
-  chosen.columns = static_cast<int>(columns.size());
-  chosen.numel = table.numel;
-  chosen.data.reserve(columns.size() * table.numel.size());
-  for (int64_t tensor = 0; tensor < table.tensors(); ++tensor) {
-    for (int column : columns) chosen.data.push_back(table.row(tensor)[column]);
-  }
-  return chosen;
-}
 
 void set_grad_norm(const char* op, LambHyper& hyper, const OptionalTensor& norm,
                    const Tensor& like) {
@@ -80,12 +69,6 @@ void dispatch_copies(const char* op, ScalarType param, ScalarType grad, ScalarTy
   fail(op, ": copies must be float16 or bfloat16, got ", dtype_name(copy), ".");
 }
 
-// The first pass leaves the squares of norms, which the second needs; [tensors, 2].
-struct Passes {
-  bool first, second;
-  double* squares;
-};
-
 // C is the dtype of the copies, void without.
 template <class P, class G, class M, class C>
 void run_lamb(const Context& context, const TensorTable& table, const LambHyper& hyper,
@@ -105,39 +88,27 @@ void run_lamb(const Context& context, const TensorTable& table, const LambHyper&
       foreach_fold<2, In<P>, In<G>, In<M>, In<M>>(context, all, first, squares);
     }
     if (!passes.second) return;
-    LambSecondPass<T, true, false> second{hyper, squares};
+    LambSecondPass<T, true, Results::kStore> second{hyper, squares};
     foreach<InOut<P>, In<G>, InOut<M>, InOut<M>>(context, all, second);
   } else {
     if (passes.first) {
       foreach_fold<2, In<P>, In<G>, InOut<M>, InOut<M>>(context, all, first, squares);
     }
     if (!passes.second) return;
-    LambSecondPass<T, false, kCopy> second{hyper, squares};
+    if constexpr (std::is_same_v<P, BFloat16>) {
+      if (passes.rounds_by_chance) {
+        LambSecondPass<T, false, Results::kRoundByChance> second{hyper, squares};
+        return foreach<InOut<CutBFloat16>, In<M>, In<M>>(context, columns_of(table, {0, 2, 3}),
+                                                         second);
+      }
+    }
+    LambSecondPass<T, false, kCopy ? Results::kCopy : Results::kStore> second{hyper, squares};
     if constexpr (kCopy) {
       foreach<Out<C>, InOut<P>, In<M>, In<M>>(context, columns_of(table, {4, 0, 2, 3}), second);
     } else {
       foreach<InOut<P>, In<M>, In<M>>(context, columns_of(table, {0, 2, 3}), second);
     }
   }
-}
-
-// Both passes without `squares`; with them the one that was asked for.
-Passes chosen_passes(const char* op, const OptionalTensor& squares, int64_t only_pass,
-                     const TensorList& params) {
-  if (!squares) {
-    check(only_pass == 0, op, ": only_pass ", only_pass, " needs squares.");
-    return {true, true, nullptr};
-  }
-  check_tensors(op, {{"squares", *squares}});
-  check(only_pass == 1 || only_pass == 2, op, ": with squares only_pass must be 1 or 2, got ",
-        only_pass, ".");
-  const Tensor& like = params[0];
-  check(squares->numel() == 2 * static_cast<int64_t>(params.size()) && squares->is_contiguous() &&
-            squares->is_cpu() == like.is_cpu() &&
-            squares->get_device_index() == like.get_device_index(),
-        op, ": squares must be contiguous, two numbers per tensor (", 2 * params.size(),
-        "), on the device of the tensors (", describe(like), "), got ", describe(*squares), ".");
-  return {only_pass == 1, only_pass == 2, data<double>(*squares, "squares")};
 }
 
 void lamb_step(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
@@ -147,7 +118,8 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
                bool bias_correction, bool grad_averaging, bool decoupled, bool use_nvlamb,
                bool maximize, const OptionalTensor& global_grad_norm, double max_grad_norm,
                const OptionalTensor& device_max_grad_norm, const OptionalTensor& inv_scale,
-               const OptionalTensor& found_inf, const OptionalTensor& squares, int64_t only_pass) {
+               const OptionalTensor& found_inf, std::optional<int64_t> rounding_key,
+               const OptionalTensor& squares, int64_t only_pass) {
   const char* op = "lamb_step";
   if (!device_step) check_step(op, step);
   check_betas(op, beta1, beta2);
@@ -161,11 +133,20 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
   Passes passes = chosen_passes(op, squares, only_pass, params);
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
+  passes.rounds_by_chance = rounding_key.has_value();
+  check(!rounding_key || (copies.empty() && like.scalar_type() == ScalarType::BFloat16 &&
+                          exp_avgs[0].scalar_type() == ScalarType::Float),
+        op,
+        ": only bfloat16 params without copies, with float32 moments, are rounded by chance, got "
+        "params ",
+        dtype_name(like.scalar_type()), ", moments ", dtype_name(exp_avgs[0].scalar_type()),
+        " and ", copies.size(), " copies.");
   LambHyper hyper{{beta1, beta2, eps, weight_decay, decoupled,
                    make_step_numbers(lr, step, {beta1, beta2, bias_correction}), grad_averaging},
                   use_nvlamb,
                   maximize};
   set_device_numbers(op, hyper.numbers, {device_lr, device_step, inv_scale, found_inf}, like);
+  hyper.chance = {static_cast<uint64_t>(rounding_key.value_or(0)), static_cast<uint32_t>(step)};
   hyper.max_grad_norm = max_grad_norm;
   hyper.device_max_grad_norm =
       optional_number<float>(op, "device_max_grad_norm", device_max_grad_norm, like);

@@ -6,15 +6,18 @@ from torch import Tensor
 
 from .._ops import library
 
-
-@library.define(
+_LAMB_STEP = (
     "lamb_step(Tensor(a!)[] params, Tensor[] grads, Tensor(c!)[] exp_avgs, "
     "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] copies, float lr, Tensor? device_lr, float beta1, "
     "float beta2, float eps, float weight_decay, int step, Tensor? device_step, "
     "bool bias_correction, bool grad_averaging, bool decoupled, bool use_nvlamb, bool maximize, "
     "Tensor? global_grad_norm, float max_grad_norm, Tensor? device_max_grad_norm, "
-    "Tensor? inv_scale, Tensor? found_inf, Tensor(f!)? squares=None, int only_pass=0) -> ()"
+    "Tensor? inv_scale, Tensor? found_inf, int? rounding_key=None, Tensor(f!)? squares=None, "
+    "int only_pass=0) -> ()"
 )
+
+
+@library.define(_LAMB_STEP)
 def lamb_step(
     params: list[Tensor],
     grads: list[Tensor],
@@ -39,6 +42,7 @@ def lamb_step(
     device_max_grad_norm: Tensor | None,
     inv_scale: Tensor | None,
     found_inf: Tensor | None,
+    rounding_key: int | None = None,
     squares: Tensor | None = None,
     only_pass: int = 0,
 ) -> None:
@@ -60,10 +64,9 @@ def lamb_step(
         params: float64, float32, float16 or bfloat16, all of one dtype and device.
         grads: of the parameters' dtype; with ``copies`` also of the copies' dtype. Read only.
         exp_avgs, exp_avg_sqs: float32, or of the parameters' dtype.
-        copies: empty, or float16 or bfloat16: then ``params`` and moments are float32, and the new
-            values of ``params`` are also written here, rounded.
+        copies: empty, or 16-bit: they receive the new float32 ``params``, rounded.
         step: 1 for the first step.
-        decoupled: the decay is part of the update; else it is added to the gradient.
+        decoupled: decay the update; else the gradient.
         use_nvlamb: use the ratio of norms also without decay.
         global_grad_norm: float32 or float64, one element: the norm of the gradients of all tensors
             of the model, in the unit of ``max_grad_norm``. None: no clipping.
@@ -73,6 +76,7 @@ def lamb_step(
         device_step: int32, one element; used instead of ``step``.
         inv_scale: float32, one element: gradients are multiplied by it. None is 1.
         found_inf: float32, one element; where it is not 0 nothing is changed. None is 0.
+        rounding_key: as in ``adam_step``, for bfloat16 ``params`` without copies.
         squares: float64 [len(params), 2], of shards: squares of norms of params and updates,
             written if ``only_pass`` is 1, read if it is 2; the caller adds up those of all shards.
 

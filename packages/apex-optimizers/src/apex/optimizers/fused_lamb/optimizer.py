@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..stepping.buckets import StateLayout
+from ..stepping.rounding import SEED
 from .shared_step import LambOptimizer
 
 
@@ -46,6 +47,9 @@ class FusedLAMB(LambOptimizer):
         use_nvlamb: use the ratio of norms also in groups without decay.
         maximize: maximize instead of minimizing.
         capturable: keep ``lr`` and ``step`` on the device; see :class:`FusedAdam`.
+        stochastic_rounding: round bfloat16 parameters up or down by chance, so that updates far
+            below their precision add up in the mean, without masters; see :class:`FusedAdam`.
+        rounding_seed: in [0, 2**32); may differ between groups, whose entry it becomes.
 
     State, per parameter, same shape and memory format as the parameter:
         ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters (8 bytes per
@@ -54,7 +58,8 @@ class FusedLAMB(LambOptimizer):
 
     Raises:
         ValueError: a hyper-parameter is out of range.
-        TypeError: a parameter is not real floating point.
+        TypeError: a parameter is not real floating point, or is float16 with
+            ``stochastic_rounding``.
         RuntimeError: ``amsgrad``; in :meth:`step`: a gradient is sparse or does not match its
             parameter. No parameter and no state is changed then.
 
@@ -98,8 +103,11 @@ class FusedLAMB(LambOptimizer):
         *,
         maximize: bool = False,
         capturable: bool = False,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         self.set_capturable(capturable)
+        self.stochastic_rounding = stochastic_rounding
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
@@ -112,6 +120,7 @@ class FusedLAMB(LambOptimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
             "maximize": maximize,
+            **({SEED: rounding_seed} if stochastic_rounding else {}),
         }
         super().__init__(params, defaults, amsgrad)
 

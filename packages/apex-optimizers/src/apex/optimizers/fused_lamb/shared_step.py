@@ -10,6 +10,7 @@ from torch import Tensor
 from ..stepping.checks import check_betas, check_lr, check_not_negative
 from ..stepping.numbers import Scaling
 from ..stepping.optimizer import FusedOptimizer
+from ..stepping.rounding import rounding_key
 from .buckets import LambBucket, share_grad_norm
 from .ops import lamb_step
 
@@ -17,7 +18,7 @@ from .ops import lamb_step
 class LambOptimizer(FusedOptimizer):
     """Checks of hyper-parameters, and what both classes hand to ``lamb_step``."""
 
-    kept_attributes = ("adam_w_mode", "use_nvlamb")
+    kept_attributes = ("adam_w_mode", "stochastic_rounding", "use_nvlamb")
     bucket_class = LambBucket
     kernels = "fused_lamb"
 
@@ -62,6 +63,7 @@ class LambOptimizer(FusedOptimizer):
             None,
             numbers.inv_scale,
             numbers.found_inf,
+            rounding_key(self, bucket),
         )
         numbers.count(bucket)
 

@@ -4,20 +4,10 @@
 // own.
 #pragma once
 
-#include "lamb.h"
+#include "apex/math/lamb.h"
 
 namespace apex::optimizers {
 inline namespace APEX_BACKEND_NS {
-
-// Moments, and the update, of one tensor.
-template <class T>
-struct StageOneStep {
-  using value_type = T;
-
-  LambMoments<T> moments;
-
-  APEX_HD void operator()(T& g, T& p, T& m, T& v, T& update) const { update = moments(p, g, m, v); }
-};
 
 template <class T>
 struct StageOneTensors {
@@ -37,16 +27,6 @@ struct StageOne {
   const float* decays;
 
   APEX_HD StageOneTensors<T> prepare() const { return {make_lamb_moments<T>(hyper), decays}; }
-};
-
-// p -= rate * update for one tensor.
-template <class T>
-struct StageTwoStep {
-  using value_type = T;
-
-  T rate;
-
-  APEX_HD void operator()(T& p, T& update) const { p -= rate * update; }
 };
 
 template <class T>

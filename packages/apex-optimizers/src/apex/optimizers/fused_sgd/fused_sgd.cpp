@@ -1,8 +1,7 @@
 // Registers sgd_step and its form with held lists: checks, types and launch; the mathematics is in
-// sgd.h.
-#include "sgd.h"
-
+// math/sgd.h.
 #include "apex/engine/foreach.h"
+#include "apex/math/sgd.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/held_lists.h"
@@ -54,7 +53,8 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
               const TensorList& copies, double lr, const std::optional<Tensor>& device_lr,
               double momentum, double dampening, double weight_decay, bool nesterov,
               bool wd_after_momentum, bool first_run, double gradient_scale,
-              const std::optional<Tensor>& noop_flag) {
+              const std::optional<Tensor>& noop_flag, std::optional<int64_t> rounding_key,
+              int64_t rounding_step) {
   check_not_negative(kOp, "momentum", momentum);
   check(params.empty() || buffers.empty() == (momentum == 0), kOp,
         ": momentum_buffers must be given if momentum is not 0, and only then; got ",
@@ -70,16 +70,32 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
       device_lr ? number_near<float>(kOp, "device_lr", *device_lr, params[0]) : nullptr;
   const int* flag = noop_flag ? number_near<int>(kOp, "noop_flag", *noop_flag, params[0]) : nullptr;
   Context context(params[0]);
+  if (rounding_key) {
+    check(copies.empty() && dtype == ScalarType::BFloat16 && grad_dtype == dtype, kOp,
+          ": only bfloat16 params without copies are rounded by chance, and their grads must be "
+          "bfloat16, got ",
+          dtype_name(dtype), " and ", dtype_name(grad_dtype), ".");
+    SgdLaunch<float, Results::kRoundByChance> launch{
+        hyper,
+        lr,
+        lr_data,
+        flag,
+        {static_cast<uint64_t>(*rounding_key), static_cast<uint32_t>(rounding_step)}};
+    using P = BFloat16;
+    using C = CutBFloat16;
+    if (buffers.empty()) return foreach<InOut<C>, In<P>>(context, table, launch);
+    return foreach<InOut<C>, In<P>, InOut<P>>(context, table, launch);
+  }
   if (copies.empty()) {
     dispatch_plain(dtype, grad_dtype, [&]<class P, class G>() {
-      SgdLaunch<compute_t<P>, false> launch{hyper, lr, lr_data, flag};
+      SgdLaunch<compute_t<P>, Results::kStore> launch{hyper, lr, lr_data, flag};
       if (buffers.empty()) return foreach<InOut<P>, In<G>>(context, table, launch);
       foreach<InOut<P>, In<G>, InOut<P>>(context, table, launch);
     });
     return;
   }
   dispatch_copies(dtype, grad_dtype, copies[0].scalar_type(), [&]<class G, class C>() {
-    SgdLaunch<float, true> launch{hyper, lr, lr_data, flag};
+    SgdLaunch<float, Results::kCopy> launch{hyper, lr, lr_data, flag};
     using P = InOut<float>;
     if (buffers.empty()) return foreach<Out<C>, P, In<G>>(context, table, launch);
     foreach<Out<C>, P, In<G>, InOut<float>>(context, table, launch);
@@ -93,10 +109,12 @@ int64_t sgd_hold(TensorList& params, TensorList& grads, TensorList& buffers, Ten
 void sgd_step_held(int64_t held, int64_t held_grads, const TensorList& grads, double lr,
                    const std::optional<Tensor>& device_lr, double momentum, double dampening,
                    double weight_decay, bool nesterov, bool wd_after_momentum, bool first_run,
-                   double gradient_scale, const std::optional<Tensor>& noop_flag) {
+                   double gradient_scale, const std::optional<Tensor>& noop_flag,
+                   std::optional<int64_t> rounding_key, int64_t rounding_step) {
   HeldCall own("sgd_step_held", held, held_grads, grads);
   sgd_step(own[0], own.grads(), own[2], own[3], lr, device_lr, momentum, dampening, weight_decay,
-           nesterov, wd_after_momentum, first_run, gradient_scale, noop_flag);
+           nesterov, wd_after_momentum, first_run, gradient_scale, noop_flag, rounding_key,
+           rounding_step);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from .._ops import library
     "sgd_step(Tensor(a!)[] params, Tensor[] grads, Tensor(c!)[] momentum_buffers, "
     "Tensor(d!)[] copies, float lr, Tensor? device_lr, float momentum, float dampening, "
     "float weight_decay, bool nesterov, bool wd_after_momentum, bool first_run, "
-    "float gradient_scale, Tensor? noop_flag) -> ()"
+    "float gradient_scale, Tensor? noop_flag, int? rounding_key=None, int rounding_step=0) -> ()"
 )
 def sgd_step(
     params: list[Tensor],
@@ -28,6 +28,8 @@ def sgd_step(
     first_run: bool,
     gradient_scale: float,
     noop_flag: Tensor | None,
+    rounding_key: int | None = None,
+    rounding_step: int = 0,
 ) -> None:
     """One step of stochastic gradient descent over lists of tensors, in place.
 
@@ -50,10 +52,14 @@ def sgd_step(
         gradient_scale: gradients are multiplied by it; the inverse of a loss scale, negative to
             maximize.
         noop_flag: int32, one element; nothing is done where it is not 0.
+        rounding_key: 64 bits; ``params``, bfloat16 without copies, are rounded up or down by chance
+            then. Chances are bits of Philox4x32-10 by this key, the element's index,
+            ``rounding_step``, and the tensor's number among those that have elements. None: to the
+            nearest.
 
     Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match, or ``momentum`` is negative;
-            nothing is changed then.
+        RuntimeError: lists, dtypes, devices or layouts do not match, ``momentum`` is negative, or
+            there is a ``rounding_key`` for other params; nothing is changed then.
 
     Source:
         Sutskever et al. 2013, section 2, in the form of :class:`torch.optim.SGD`.

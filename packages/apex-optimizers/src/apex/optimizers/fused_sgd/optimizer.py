@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..stepping.held_lists import HeldOps
 from ..stepping.momentum import MomentumBucket, MomentumOptimizer, momentum_layout
+from ..stepping.rounding import SEED, rounding_key
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)
@@ -48,6 +50,10 @@ class FusedSGD(MomentumOptimizer):
         set_grad_none: ``zero_grad()`` sets gradients to None; ``False`` leaves that to torch, whose
             default is the same.
         maximize: add the update instead of subtracting it.
+        stochastic_rounding: round bfloat16 parameters up or down by chance, so that updates far
+            below their precision add up in the mean, without masters; see :class:`FusedAdam`.
+            Groups then count their steps, in ``group["step"]``.
+        rounding_seed: in [0, 2**32); may differ between groups, whose entry it becomes.
 
     State, per parameter, same shape, dtype and memory format as the parameter (with master weights:
     as the float32 master):
@@ -56,7 +62,8 @@ class FusedSGD(MomentumOptimizer):
 
     Raises:
         ValueError: a hyper-parameter is out of range, or missing.
-        TypeError: a parameter is not real floating point.
+        TypeError: a parameter is not real floating point, or is float16 with
+            ``stochastic_rounding``.
         RuntimeError: in :meth:`step`: a gradient is sparse or does not match its parameter. No
             parameter and no state is changed then.
 
@@ -79,6 +86,7 @@ class FusedSGD(MomentumOptimizer):
     """
 
     layout = momentum_layout("FusedSGD")
+    kept_attributes = (*MomentumOptimizer.kept_attributes, "layout", "stochastic_rounding")
     bucket_class = SgdBucket
     kernels = "fused_sgd"
 
@@ -95,6 +103,8 @@ class FusedSGD(MomentumOptimizer):
         set_grad_none: bool = False,
         *,
         maximize: bool = False,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -103,11 +113,15 @@ class FusedSGD(MomentumOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
+            **({SEED: rounding_seed} if stochastic_rounding else {}),
             # Of no effect; in the groups of torch.optim.SGD.
             "foreach": None,
             "differentiable": False,
             "fused": None,
         }
+        self.stochastic_rounding = stochastic_rounding
+        if stochastic_rounding:  # random numbers depend on the step
+            self.layout = dataclasses.replace(self.layout, counts_group_steps=True)
         flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
         super().__init__(params, defaults, *flags)
 
@@ -132,5 +146,11 @@ class FusedSGD(MomentumOptimizer):
             bucket.is_first_run,
             self.gradient_scale(group),
             None,
+            rounding_key(self, bucket),
+            group.get("step", 0) + 1 if self.stochastic_rounding else 0,
         )
         numbers.count(bucket)
+
+    def _advance_groups(self, buckets: list[SgdBucket]) -> None:
+        for group in self.param_groups:  # buckets only know whether a step is their first
+            group["step"] = group.get("step", 0) + 1

@@ -101,6 +101,7 @@ class Bucket:
 
     writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
     held_ops: ClassVar[HeldOps | None] = None  # of the operator that can hold its lists
+    place: int | None = None  # of its first parameter in the optimizer, once it was asked for
 
     def __init__(
         self,

@@ -14,16 +14,21 @@ from .sharding import whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What a GradScaler passes to one step."""
+    """What a GradScaler passes to one step, and whether the norm of gradients skips it."""
 
     inv_scale: Tensor | None  # float32, one element; None: gradients are not scaled
     found_inf: Tensor | None  # float32, one element; not 0: skip the step. None: 0
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Scaling:
-        """From the attributes that ``torch.amp.GradScaler.step`` sets."""
+        """From the attributes that ``torch.amp.GradScaler.step`` sets, and the optimizer's own."""
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = whole_number(getattr(optimizer, "found_inf", None))
+        skips: Tensor | None = getattr(optimizer, "skips", None)
+        if skips is not None and found_inf is not None:
+            found_inf = torch.maximum(found_inf.float().to(skips.device).reshape(1), skips)
+        elif skips is not None:
+            found_inf = skips
         return cls(
             # Rounded once: a division in float32 is not exact on every device.
             None if scale is None else scale.double().reciprocal().float(),

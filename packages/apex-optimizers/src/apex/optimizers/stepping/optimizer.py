@@ -13,6 +13,7 @@ from .checkpoints import complete_groups, load_state, separate_steps
 from .checks import check_duplicates, check_numbers, check_params, require_kernels
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
 from .plan import BucketCache
+from .rounding import check_rounded, check_seed
 
 
 def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -57,6 +58,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Whether a float32 lr on the GPU is read there, also where steps are counted on the host.
     reads_device_lr: ClassVar[bool] = False
     master_weights = False
+    stochastic_rounding = False  # whether bfloat16 parameters are rounded by chance
     _overflow_buffer: Tensor | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -174,15 +176,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.check_group({**self.defaults, **param_group})
         before = len(self.param_groups)
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
+        group = self.param_groups[-1]
+        params = group["params"]
         try:
             check_params(self.layout.optimizer, params)
             check_duplicates(self.layout.optimizer, params)
+            if self.stochastic_rounding:
+                check_rounded(self.layout.optimizer, params)
+                check_seed(self.layout.optimizer, group)
             require_kernels(self.layout.optimizer, self.kernels, params)
         except (TypeError, ValueError, RuntimeError):
             del self.param_groups[before:]
             raise
-        group = self.param_groups[-1]
         if self.capturable and not isinstance(group["lr"], Tensor):
             device = numbers_device(group)
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
@@ -273,12 +278,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_capture(self) -> None:
         """Raise RuntimeError where a graph would repeat this step's number in every replay."""
-        if self.capturable or self.replayable or not is_capturing(self.param_groups):
+        counts = self.stochastic_rounding or not self.replayable
+        if self.capturable or not counts or not is_capturing(self.param_groups):
             return
+        remedy = f"Make it with {self.layout.optimizer}(..., capturable=True), or step"
+        if self.replayable:
+            remedy = "Step"
         raise RuntimeError(
             f"{self.layout.optimizer}.step: a CUDA graph is being captured, but this optimizer "
-            "counts its steps on the host: every replay would use the same step number. Make it "
-            f"with {self.layout.optimizer}(..., capturable=True), or step outside the graph."
+            "counts its steps on the host: every replay would use the same step number. "
+            f"{remedy} outside the graph."
         )
 
     def step_buckets(self, buckets: list[Bucket]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .buckets import MASTER, Bucket, Members
 from .gradients import check_dense, check_gradients, check_states
+from .rounding import check_rounded
 from .sharding import placement_of
 from .state_order import Entries, StateOrder, are_same
 
@@ -141,6 +142,8 @@ class _Wanted:
         layout, where = optimizer.layout, f"{optimizer.layout.optimizer}.step"
         check_gradients(where, sources, grads, layout.any_grad_dtype)
         check_dense(where, params)
+        if optimizer.stochastic_rounding:
+            check_rounded(where, params)
         states = [optimizer.state.get(p, {}) for p in params]
         states = [{key: state[key] for key in optimizer.keys_in(state)} for state in states]
         check_states(where, params, states, (*self.keys, MASTER))
