@@ -214,7 +214,11 @@ def check_death(rank, world, when):
     output = ddp([0, 1])
     if rank == 1:
         output.register_hook(lambda grad: os._exit(7))
-    with pytest.raises(RuntimeError):
+    message = (
+        r"rank 0 of 2 failed in the all-reduce of bucket \d of 2 \(branches.[01]\)\. No word from "
+        "rank 1 for 2 s.* start again from a checkpoint"
+    )
+    with pytest.raises(RuntimeError, match=message):
         output.backward()
     with pytest.raises(RuntimeError):
         dist.barrier()

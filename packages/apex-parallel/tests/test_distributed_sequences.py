@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from apex_testkit.ddp_sequence import SHAPES, check_sequence, inputs
 
 RANKS = range(2)
-LIMIT = 16.0  # gradients are zeroed beyond it, while halves still have an exact bfloat16
+LIMIT = 16.0  # eighths below 32 have an exact bfloat16; gradients are zeroed before they need more
 
 
 class Plain:
@@ -41,12 +41,17 @@ class Plain:
         self.grads = [[None] * len(self.shapes) for _ in RANKS]
         self.news = [set() for _ in RANKS]
         self.active, self.prepared, self.broken, self.graphs = set(), False, False, {}
+        self.local = False  # the last forward ran in no_sync()
         self.fresh = True  # ranks have not agreed on anything
 
-    def forward(self, number, terms):
+    def forward(self, number, terms, local=False):
         self.active = {p for p in range(len(self.shapes)) if p not in self.frozen}
-        self.prepared, self.broken = True, False
+        self.prepared, self.broken, self.local = not local, False, local
         self.graphs[number] = [[p for p in used if p in self.active] for used in terms]
+
+    @property
+    def reduces(self):
+        return not (self.disabled or self.local)
 
     def reached(self, numbers):
         """By rank, the parameters whose gradient a backward through these graphs adds to."""
@@ -55,7 +60,7 @@ class Plain:
 
     def refusal(self, numbers):
         """The text of the error that backward must raise, or None."""
-        if self.disabled:
+        if not self.reduces:
             return None
         if not self.prepared:
             return "backward without a forward"
@@ -90,9 +95,10 @@ class Plain:
         for index, grad in enumerate(self.grads[rank]):
             self.grads[rank][index] = None if to_none or grad is None else grad * 0
 
-    def largest(self):
+    def is_hardly_exact(self):
+        """Whether the next average may need more bits than a bfloat16 has."""
         grads = [g for mine in self.grads for g in mine if g is not None and g.numel()]
-        return max((g.abs().max().item() for g in grads), default=0.0)
+        return any(g.abs().max() > LIMIT or (4 * g % 1).any() for g in grads)
 
 
 indices = st.integers(0, 4)
@@ -142,23 +148,23 @@ class Sequences(RuleBasedStateMachine):
         expected = [[[lists(g) for g in mine] for mine in plain.grads] for plain in self.plain]
         self.operations.append((operation, where, arguments, expected))
         for other, plain in enumerate(self.plain):
-            if operation != "zero" and plain.largest() > LIMIT:
+            if operation != "zero" and plain.is_hardly_exact():
                 self.zero(other, [0, 1], to_none=False)
 
     def used(self, data, plain):
         terms = st.lists(st.integers(0, len(plain.shapes) - 1), min_size=1, unique=True)
         return data.draw(terms.filter(lambda used: set(used) - plain.frozen), label="used")
 
-    def run_forward(self, where, data, same):
+    def run_forward(self, where, data, same, local=False):
         plain = self.plain[where]
         first = self.used(data, plain)
         terms = [first, first if same else self.used(data, plain)]
         self.number += 1
-        plain.forward(self.number, terms)
-        self.note("forward", where, number=self.number, terms=terms)
+        plain.forward(self.number, terms, local)
+        self.note("forward", where, number=self.number, terms=terms, local=local)
 
-    def run_step(self, where, data, same, retain=False):
-        self.run_forward(where, data, same)
+    def run_step(self, where, data, same, retain=False, local=False):
+        self.run_forward(where, data, same, local)
         numbers = [[self.number] if i == where else [] for i in range(len(self.plain))]
         self.go_back(numbers, retain)
 
@@ -167,9 +173,9 @@ class Sequences(RuleBasedStateMachine):
             self.plain[where].disabled = disabled
             self.note("disable", where, disabled=disabled)
 
-    @rule(where=indices, data=st.data(), same=st.booleans())
-    def forward(self, where, data, same):
-        self.run_forward(self.wrapper(where)[0], data, same)
+    @rule(where=indices, data=st.data(), same=st.booleans(), local=st.sampled_from([0, 0, 1]))
+    def forward(self, where, data, same, local):
+        self.run_forward(self.wrapper(where)[0], data, same, bool(local))
 
     @rule(where=indices, data=st.data(), same=st.booleans(), retain=st.booleans())
     def step(self, where, data, same, retain):
@@ -177,12 +183,17 @@ class Sequences(RuleBasedStateMachine):
         self.switch(where, False)
         self.run_step(where, data, same, retain)
 
-    @rule(where=indices, data=st.data(), zeros=st.sampled_from([None, None, True, False]))
-    def accumulate(self, where, data, zeros):
+    @rule(
+        where=indices,
+        data=st.data(),
+        zeros=st.sampled_from([None, None, True, False]),
+        local=st.booleans(),
+    )
+    def accumulate(self, where, data, zeros, local):
         """As loops that reduce every other step, some of which discard what they have."""
         where, _ = self.wrapper(where)
-        self.switch(where, True)
-        self.run_step(where, data, same=False)
+        self.switch(where, not local)
+        self.run_step(where, data, same=False, local=local)
         if zeros is not None:
             self.discard(where, data.draw(st.sampled_from([[0, 1], [0]])), zeros)
         self.switch(where, False)
@@ -191,14 +202,14 @@ class Sequences(RuleBasedStateMachine):
     def go_back(self, numbers, retain):
         pairs = [(p, mine) for p, mine in zip(self.plain, numbers, strict=True) if mine]
         for plain, mine in pairs:
-            if not all(plain.reached(mine)) or (plain.broken and not plain.disabled):
+            if not all(plain.reached(mine)) or (plain.broken and plain.reduces):
                 return  # each backward reaches a parameter; after a failed one comes a forward
         refusals = [plain.refusal(mine) for plain, mine in pairs]
         message = next(filter(None, refusals), None)
         if message and len(pairs) > 1:
             return
         for plain, mine in pairs:
-            plain.fresh &= plain.disabled
+            plain.fresh &= not plain.reduces
             if message == "was frozen" and any(g[0] != g[1] for g in map(plain.graphs.get, mine)):
                 return  # ranks would have launched different buckets before the error
             plain.backward(mine, retain)
@@ -207,7 +218,7 @@ class Sequences(RuleBasedStateMachine):
                 plain.graphs.clear()
                 for rank in RANKS:
                     plain.zero(rank, True)  # how much had been added, is nobody's promise
-            elif not plain.disabled:
+            elif plain.reduces:
                 plain.reduce()
         if not message:
             self.note("backward", numbers=numbers, retain=retain)
@@ -232,11 +243,12 @@ class Sequences(RuleBasedStateMachine):
         plain.forward(self.number, [used, used])
         del plain.graphs[self.number]
         if at is not None:
+            plain.broken, plain.fresh = not plain.disabled, plain.fresh and plain.disabled
             for rank in RANKS:
                 for index in set(used[at:]) - plain.frozen:
                     plain.add(self.number, rank, index)
-            plain.broken = not plain.disabled
-            plain.fresh &= plain.disabled
+                if plain.broken:
+                    plain.zero(rank, True)  # what had been reduced by then, is nobody's promise
         self.note("fail", where, number=self.number, used=used, at=at)
 
     @precondition(lambda self: any(plain.fresh for plain in self.plain))

@@ -156,12 +156,12 @@ def test_group_without_this_rank_is_refused(two_ranks):
 
 def check_counts(rank, world):
     """Beyond 2**24 a count is no float32; an empty and a single-element batch count as such."""
-    from apex.parallel.syncbn.statistics import gather_statistics
+    from apex.parallel._shared.native.rank_statistics import gather_statistics
 
     count = 2**24 + 1 + rank
     for dtype in (torch.float32, torch.float64):
         mean = torch.full((3,), float(rank), dtype=dtype)
-        means, variances, counts = gather_statistics(mean, mean + 0.5, count, None)
+        means, variances, counts = gather_statistics(mean, mean + 0.5, count, None, world)
         assert counts.tolist() == [2**24 + 1 + r for r in range(world)]
         assert means.tolist() == [[float(r)] * 3 for r in range(world)]
         assert variances.tolist() == [[r + 0.5] * 3 for r in range(world)]

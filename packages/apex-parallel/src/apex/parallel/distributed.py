@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
 
 from .ddp import checks
 from .ddp.broadcast import broadcast_parameters
@@ -25,6 +27,7 @@ from .ddp.flat_tensors import (
     split_half_float_double_bfloat16,
     unflatten,
 )
+from .ddp.join import ReducerJoinHook, tell_joined_ranks
 from .ddp.lanes import current_stream, profiled
 from .ddp.on_demand import Reducer
 from .ddp.outputs import tensors_of
@@ -69,7 +72,11 @@ class _Kept:
         setattr(self._part_of(wrapper), self._name, value)
 
 
-class DistributedDataParallel(nn.Module):
+# What belongs to this process, or to a context that is open in it.
+_NOT_PICKLED = {"_reducer", "_join_config", "_reduces", "_divides_by_all"}
+
+
+class DistributedDataParallel(nn.Module, Joinable):
     r"""Wraps a module so that after ``backward`` every gradient is its average over all ranks.
 
     .. math:: g \leftarrow \frac{f}{W} \sum_{r=1}^{W} \frac{g_r}{f}
@@ -82,7 +89,8 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: the network; all parameters on one device, GPU parameters with NCCL.
-        message_size: a bucket leaves when it holds at least this many elements.
+        message_size: a bucket leaves when it holds at least this many elements. The default stands
+            for torch's buckets: 1 MiB for the first, 25 MiB for the others.
         delay_allreduce: reduce everything once, at the end of backward.
         shared_param: must be None.
         allreduce_trigger_params: parameters of ``module``; the bucket of a dtype leaves when one
@@ -105,12 +113,17 @@ class DistributedDataParallel(nn.Module):
     Raises:
         RuntimeError: no process group; ranks whose parameters differ in name, shape or dtype; in
             backward: a second backward after one forward, a parameter that was frozen at the last
-            forward, or another rank has failed.
+            forward, or another rank has failed (the error names ranks and bucket).
         ValueError: an argument is out of range or contradicts another.
         TypeError: ``module`` is not a module.
         NotImplementedError: in backward, for sparse gradients.
 
     Note:
+        A gradient that autograd made in this backward is replaced by a slot of its bucket, which
+        saves a copy; a gradient that was there before is written in place. So read ``.grad`` after
+        backward. A gradient that somebody still holds is never overwritten by a later backward.
+        After a backward that failed, gradients may be reduced or not: set them to zero.
+
         You may change between iterations which parameters require gradients, and their dtypes: on
         all ranks alike, and never between a forward and its backward. Every rank's backward must
         reach at least one parameter. Call the wrapper, not ``wrapper.module``, for the forward of a
@@ -151,11 +164,11 @@ class DistributedDataParallel(nn.Module):
     main_stream = _Kept("_reducer")
     callback_queued = _Kept("_reducer", writable=False)
     buckets = _Kept("_reducer", writable=False)
-    active_i_buckets = _Kept("_reducer.known_slots", writable=False)
-    bucket_sizes = _Kept("_reducer.known_slots", writable=False)
-    num_buckets = _Kept("_reducer.known_slots", writable=False)
-    next_bucket = _Kept("_reducer.known_slots", writable=False)
-    ready_buckets_not_reduced = _Kept("_reducer.known_slots", writable=False)
+    active_i_buckets = _Kept("_reducer.slots", writable=False)
+    bucket_sizes = _Kept("_reducer.slots", writable=False)
+    num_buckets = _Kept("_reducer.slots", writable=False)
+    next_bucket = _Kept("_reducer.slots", writable=False)
+    ready_buckets_not_reduced = _Kept("_reducer.slots", writable=False)
     bucket_streams = _Kept("_reducer.lane_set", writable=False)
     bucket_events = _Kept("_reducer.lane_set", writable=False)
     bucket_pgs = _Kept("_reducer.lane_set", writable=False)
@@ -177,6 +190,7 @@ class DistributedDataParallel(nn.Module):
         prof: bool = False,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         checks.require_process_group(checks.NAME)
         if allreduce_trigger_params is not None:
             allreduce_trigger_params = list(allreduce_trigger_params)  # may be an iterator
@@ -189,6 +203,8 @@ class DistributedDataParallel(nn.Module):
         checks.check_triggers(allreduce_trigger_params, module)
         checks.warn_split_factor(gradient_average_split_factor)
         self.module = module
+        self._reduces = True  # not in no_sync()
+        self._divides_by_all = True  # in join()
         options = Options(
             message_size=message_size,
             delay_allreduce=delay_allreduce,
@@ -223,7 +239,7 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and options; the reducer with its process groups, streams and hooks stays here."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_reducer"}
+        state = {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
         return {**state, **vars(self._reducer.options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -231,6 +247,8 @@ class DistributedDataParallel(nn.Module):
         state = dict(state)
         options = Options(**{entry.name: state.pop(entry.name) for entry in fields(Options)})
         super().__setstate__(state)
+        Joinable.__init__(self)
+        self._reduces = self._divides_by_all = True
         self._reducer = self._make_reducer(options)
         self.create_hooks()
 
@@ -242,12 +260,98 @@ class DistributedDataParallel(nn.Module):
         """Let gradients accumulate locally in the backwards that follow."""
         self._disable_allreduce = True
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context: gradients of forwards inside accumulate locally, wherever their backward runs.
+
+        As with torch's, the last forward decides: the backward of a forward before the context is
+        reduced even inside it. The next reduced backward includes what has accumulated.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss_function(model(images[0]), labels[0]).backward()
+            >>> loss_function(model(images[1]), labels[1]).backward()  # reduces the sum of both
+        """
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context: ranks may have different numbers of inputs.
+
+        A rank that leaves the context takes part in the others' reductions with zeros until all
+        have left. Then all take parameters and buffers of one that was last.
+
+        Args:
+            divide_by_initial_world_size: average over all ranks; if False, over those that still
+                have inputs.
+            enable: if False, the context does nothing.
+            throw_on_early_termination: raise RuntimeError on all ranks when one has no inputs left.
+
+        Note:
+            Inside, a forward says whether its backward is reduced, so call ``disable_allreduce()``
+            before it. Modules with collectives of their own, such as SyncBatchNorm, do not work.
+
+        Example:
+            >>> with model.join():
+            ...     for images, labels in loader:  # of another length on every rank
+            ...         optimizer.zero_grad()
+            ...         loss_function(model(images), labels).backward()
+            ...         optimizer.step()
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ReducerJoinHook:
+        """What a rank without inputs does; for ``torch.distributed.algorithms.join.Join``.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``, by default True, as in :meth:`join`.
+        """
+        self._divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        if not self._reducer.lane_set.is_connected():  # a copy
+            self._reducer.connect()
+        return ReducerJoinHook(self, self._divides_by_all)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters lie."""
+        return self._reducer.lane_set.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        return dist.group.WORLD
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module and, unless gradients are off, prepare the reduction of its backward."""
-        if not torch.is_grad_enabled():
+        joins = self._join_config.enable
+        if torch.compiler.is_compiling() and not joins:
+            # Nothing below can be traced: the first gradient of the backward makes up for it.
+            if torch.is_grad_enabled():
+                self._reducer.compiled_forward_is_local = not self._reduces
             return self.module(*inputs, **kwargs)
-        with profiled("forward pass DDP logic") if self.prof else nullcontext():
-            self._reducer.prepare_backward(self.module)
+        has_backward = torch.is_grad_enabled()
+        if has_backward:
+            with profiled("forward pass DDP logic") if self.prof else nullcontext():
+                self._reducer.prepare_backward(self.module, is_local=not self._reduces)
+        if joins:
+            Join.notify_join_context(self)
+            is_reduced = has_backward and self._reduces and not self._disable_allreduce
+            tell_joined_ranks(self._reducer, is_reduced, self._divides_by_all)
+        if not has_backward:
+            return self.module(*inputs, **kwargs)
         output = self.module(*inputs, **kwargs)
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:

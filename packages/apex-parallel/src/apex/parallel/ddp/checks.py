@@ -153,27 +153,35 @@ def check_triggers(triggers: Sequence[Tensor] | None, module: nn.Module) -> None
             )
 
 
-def check_same_on_all_ranks(
+def hashes_of_all_ranks(
     named_params: Iterable[tuple[str, Tensor]],
-    what: str,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    owner: str = NAME,
-) -> None:
-    """Compare names, shapes and dtypes over ranks, so that a mismatch cannot become a hang.
+) -> list[list[int]]:
+    """By rank, four numbers for names, shapes and dtypes, and four for strides."""
+    named = list(named_params)
+    text = ";".join(f"{name}:{list(param.shape)}:{param.dtype}" for name, param in named)
+    strides = ";".join(str(param.stride()) for _, param in named)
+    digest = b"".join(hashlib.sha256(part.encode()).digest() for part in (text, strides))
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine, group=group)
+    return [row.tolist() for row in theirs]
+
+
+def check_same_on_all_ranks(hashes: Sequence[Sequence[int]], what: str, owner: str = NAME) -> bool:
+    """Compare what :func:`hashes_of_all_ranks` gave, so that a mismatch cannot become a hang.
+
+    Returns:
+        Whether strides are the same on all ranks, too.
 
     Raises:
         RuntimeError: on every rank, naming the ranks that differ from rank 0.
     """
-    text = ";".join(f"{name}:{list(param.shape)}:{param.dtype}" for name, param in named_params)
-    digest = hashlib.sha256(text.encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine, group=group)
-    rows = [row.tolist() for row in theirs]
-    different = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    different = [rank for rank, row in enumerate(hashes) if row[:4] != hashes[0][:4]]
     if different:
         raise RuntimeError(
             f"{owner}: {what} of ranks {different} differ from those of rank 0 in name, shape or "
             "dtype. Every rank must build the same model and freeze the same parameters."
         )
+    return all(row == hashes[0] for row in hashes)

@@ -67,7 +67,8 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
     return list(_unflatten_dense_tensors(coalesced, bucket))
 
 
-imported_flatten_impl = True  # there is one implementation, so it is always in place
+imported_flatten_impl = True
+"""Always True: there is one implementation of flatten and unflatten."""
 
 
 def import_flatten_impl() -> tuple[Callable, Callable]:

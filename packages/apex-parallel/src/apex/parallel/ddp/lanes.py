@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,13 @@ class Lane:
         # NCCL's wait() orders streams and returns at once; any other backend blocks the caller,
         # who then does better to wait at the end of backward.
         self.wait_blocks = stream is None or "nccl" not in str(dist.get_backend(group))
+
+    @functools.cached_property
+    def ranks_averaged(self) -> int:
+        """What ReduceOp.AVG divides by; 0 where the backend may not have it."""
+        backend = type((self.group or dist.group.WORLD)._get_backend(self.device)).__name__
+        known = backend in ("ProcessGroupGloo", "ProcessGroupNCCL")
+        return dist.get_world_size(self.group) if known else 0
 
     def entered(self, after: Iterable[Any] = ()) -> Any:
         """Context: work issued inside runs on this lane, after what is queued on ``after``."""

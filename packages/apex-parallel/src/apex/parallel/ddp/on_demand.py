@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .broadcast import broadcast_parameters
+from .buckets import Bucket
 from .checks import parameters_device, require_process_group
 from .flat_tensors import extract_tensors, flat_dist_call, split_by_type
 from .lanes import Lane
-from .reduction import BucketReduction, ReductionOptions, has_grad
+from .reduction import ReductionOptions
 
 
 class Reducer:
@@ -59,11 +60,12 @@ class Reducer:
             flat_dist_call([grad.detach() for grad in self.grads], dist.all_reduce)
             return
         params = self._params_to_reduce(list(self.module.parameters()))
-        options = ReductionOptions(world_size=dist.get_world_size())
-        lane = Lane(dist.group.WORLD, None, torch.device("cpu"))
-        for bucket in split_by_type(params).values():
-            is_new = [has_grad(param) for param in bucket]
-            BucketReduction(bucket, is_new, lane, options).finish(retain=False)
+        options = ReductionOptions(divisor=dist.get_world_size())
+        for params_of_type in split_by_type(params).values():
+            lane = Lane(dist.group.WORLD, None, params_of_type[0].device)
+            bucket = Bucket(params_of_type)
+            bucket.launch([param.grad is not None for param in params_of_type], lane, options)
+            bucket.finish()
 
     def _params_to_reduce(self, params: list[Tensor]) -> list[Tensor]:
         """Those that require gradients, and frozen ones that have one left on some rank."""
@@ -71,7 +73,8 @@ class Reducer:
         if not frozen:
             return params
         device = parameters_device(self.module, "Reducer")
-        ranks_with = torch.tensor([has_grad(p) for p in frozen], dtype=torch.int64, device=device)
+        has_grad = [param.grad is not None for param in frozen]
+        ranks_with = torch.tensor(has_grad, dtype=torch.int64, device=device)
         dist.all_reduce(ranks_with)
         pairs = zip(frozen, ranks_with.tolist(), strict=True)
         with_grad = {id(param) for param, count in pairs if count}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 
+import torch
+
+DEFAULT_MESSAGE_SIZE = 10_000_000  # elements, as Apex documents it
 Plan = list[list[int]]  # parameter indices of each bucket, in the order of launch
 
 
@@ -11,23 +14,26 @@ class BucketPlanner:
     """Records the order of arrival of one backward pass and cuts it into buckets.
 
     Args:
-        numels: number of elements of each parameter, by parameter index.
+        sizes: the size of each parameter, by parameter index, in the unit of ``limits``.
         kinds: what may share a bucket (the dtype), by parameter index.
-        message_size: a bucket closes when it holds at least this many elements.
+        limits: a bucket closes when it holds at least this much. The first limit is for the first
+            bucket of each kind, the last one for all that are left.
         triggers: indices that close the bucket of their kind when they arrive; when given (not
-            None), ``message_size`` is not looked at.
+            None), ``limits`` are not looked at.
     """
 
     def __init__(
         self,
-        numels: Sequence[int],
+        sizes: Sequence[int],
         kinds: Sequence[Hashable],
-        message_size: int,
+        limits: Sequence[int],
         triggers: Collection[int] | None = None,
     ) -> None:
-        self._numels, self._kinds = numels, kinds
-        self._message_size, self._triggers = message_size, triggers
+        self._sizes, self._kinds = sizes, kinds
+        self._limits, self._triggers = limits, triggers
         self._open: dict[Hashable, list[int]] = {}
+        self._fill: dict[Hashable, int] = {}  # what the open bucket of a kind holds
+        self._count: dict[Hashable, int] = {}  # closed buckets of a kind
         self._closed: Plan = []
         self._arrived: set[int] = set()
 
@@ -36,19 +42,24 @@ class BucketPlanner:
         if index in self._arrived:
             return
         self._arrived.add(index)
-        bucket = self._open.setdefault(self._kinds[index], [])
-        bucket.append(index)
-        if self._is_full(bucket):
-            self._closed.append(self._open.pop(self._kinds[index]))
+        kind = self._kinds[index]
+        self._open.setdefault(kind, []).append(index)
+        self._fill[kind] = self._fill.get(kind, 0) + self._sizes[index]
+        if self._is_full(index, kind):
+            self._closed.append(self._open.pop(kind))
+            self._fill[kind] = 0
+            self._count[kind] = self._count.get(kind, 0) + 1
 
-    def _is_full(self, bucket: list[int]) -> bool:
+    def _is_full(self, last: int, kind: Hashable) -> bool:
         if self._triggers is not None:
-            return bucket[-1] in self._triggers
-        return sum(self._numels[index] for index in bucket) >= self._message_size
+            return last in self._triggers
+        position = min(self._count.get(kind, 0), len(self._limits) - 1)
+        return self._fill[kind] >= self._limits[position]
 
     def _close_all(self) -> None:
         self._closed.extend(self._open.values())
         self._open.clear()
+        self._fill.clear()
 
     def plan(self) -> Plan:
         """All parameters in buckets; those that never arrived come last, in buckets of their own.
@@ -57,10 +68,24 @@ class BucketPlanner:
         very end.
         """
         self._close_all()
-        for index in range(len(self._numels)):
+        for index in range(len(self._sizes)):
             self.add(index)
         self._close_all()
         return list(self._closed)
+
+
+def sizes_and_limits(
+    numels: Sequence[int], dtypes: Sequence[torch.dtype], message_size: int
+) -> tuple[list[int], list[int]]:
+    """What a :class:`BucketPlanner` counts: elements, or bytes at the default ``message_size``.
+
+    The default stands for torch's buckets. They are small enough for several of them, and the first
+    one, which leaves early, is smaller still.
+    """
+    if message_size != DEFAULT_MESSAGE_SIZE:
+        return list(numels), [message_size]
+    pairs = zip(numels, dtypes, strict=True)
+    return [numel * dtype.itemsize for numel, dtype in pairs], [1 << 20, 25 << 20]
 
 
 def encode(plan: Plan, parameter_count: int) -> list[int]:
@@ -96,14 +121,27 @@ class BucketSlots:
 
     Every rank must issue the same collectives in the same order, so a bucket that is complete
     too early waits in ``ready_buckets_not_reduced`` for the ones before it.
+
+    Parameters are known by keys of the caller's. ``waiting`` and ``missing`` stay the same objects,
+    so that hooks may hold them.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self) -> None:
+        self.waiting: dict[int, int] = {}  # key of a parameter that has not arrived -> its bucket
+        self.missing: list[int] = []  # by bucket, how many have not arrived
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no buckets, as before the first plan."""
+        self.set_plan([], [])
+        self.agreed = False
+
+    def set_plan(self, plan: Plan, keys: Sequence[int]) -> None:
+        """Take ``plan``, in which parameter ``index`` has the key ``keys[index]``."""
         self.active_i_buckets = plan
         self.bucket_sizes = [len(bucket) for bucket in plan]
-        self._place = {
-            index: (b, slot) for b, bucket in enumerate(plan) for slot, index in enumerate(bucket)
-        }
+        self._places = {keys[index]: b for b, bucket in enumerate(plan) for index in bucket}
+        self.agreed = True
         self.clear()
 
     @property
@@ -112,15 +150,24 @@ class BucketSlots:
         return len(self.bucket_sizes)
 
     def clear(self) -> None:
-        """Empty all slots, for a new backward."""
-        # Flags: the gradients themselves would stay in memory until the next backward.
-        self.arrived = [[False] * size for size in self.bucket_sizes]
+        """Empty all slots; :meth:`open` makes them wait for a backward's gradients."""
+        self.waiting.clear()
+        self.missing[:] = self.bucket_sizes
         self.ready_buckets_not_reduced: set[int] = set()
         self.next_bucket = 0
-        self._missing = list(self.bucket_sizes)
+        self.is_open = False
 
-    def fill(self, index: int, shape: Sequence[int]) -> list[int]:
-        """Note that the gradient of parameter ``index``, of ``shape``, has arrived.
+    def open(self) -> None:
+        """Wait for all gradients."""
+        self.waiting.update(self._places)
+        self.is_open = True
+
+    def has_arrived(self, key: int) -> bool:
+        """Whether the running, or last, backward has brought the gradient of parameter ``key``."""
+        return self.is_open and key not in self.waiting
+
+    def fill(self, key: int, index: int, shape: Sequence[int]) -> list[int]:
+        """Note that the gradient of parameter ``key`` (``index``, of ``shape``) has arrived.
 
         Returns:
             The buckets that may leave now, in order.
@@ -128,17 +175,19 @@ class BucketSlots:
         Raises:
             RuntimeError: the slot is taken.
         """
-        bucket, slot = self._place[index]
-        if self.arrived[bucket][slot]:
+        bucket = self.waiting.pop(key, None)
+        if bucket is None:
             raise RuntimeError(
                 f"DistributedDataParallel: parameter {index} (shape {list(shape)}) got its "
                 "gradient twice in one backward, for instance because it is used inside and "
                 "outside of a reentrant checkpoint. Use delay_allreduce=True for such models."
             )
-        self.arrived[bucket][slot] = True
-        self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
-            self.ready_buckets_not_reduced.add(bucket)
+        self.missing[bucket] -= 1
+        return self.complete(bucket) if self.missing[bucket] == 0 else []
+
+    def complete(self, bucket: int) -> list[int]:
+        """Note that ``bucket`` is complete; returns the buckets that may leave now, in order."""
+        self.ready_buckets_not_reduced.add(bucket)
         leaving = []
         while self.next_bucket in self.ready_buckets_not_reduced:
             leaving.append(self._take_next())

@@ -15,7 +15,7 @@ from .over_ranks import (
     copy_of,
     given_statistics,
     input_gradient,
-    not_twice_differentiable,
+    once_only,
     refuse_batch_norm_transforms,
 )
 from .statistics import group_size
@@ -60,7 +60,7 @@ class SyncBatchnormFunction(Function):
         return layout.output(out)
 
     @staticmethod
-    @not_twice_differentiable
+    @once_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight and bias; the latter two of this rank's elements alone."""
         input, copy, weight, mean, inv_std = ctx.saved_tensors

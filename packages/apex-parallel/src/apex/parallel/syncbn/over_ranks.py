@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
-from .._shared.native.transforms import differentiated_again, refuse_transforms
+from .._shared.native.rank_statistics import reduce_sums, update_running
+from .._shared.native.transforms import refuse_transforms
 from .arrange import (
     NAME,
     Arrangement,
@@ -22,25 +23,7 @@ from .arrange import (
     check_operands,
 )
 from .ops import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw
-from .statistics import batch_statistics, reduce_sums, update_running
-
-
-class _NoSecondDerivative(Function):
-    """Passes gradients through, and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        # No views: autograd would refuse in-place changes of them.
-        return tuple(t if t is None else t.detach() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(
-            f"{NAME}: the gradient cannot be differentiated again. Use torch.nn.BatchNorm2d, or "
-            "the like, where a second derivative is needed."
-        )
-
-    jvp = backward  # forward mode over a gradient
+from .statistics import batch_statistics, group_size
 
 
 def refuse_batch_norm_transforms() -> None:
@@ -48,23 +31,10 @@ def refuse_batch_norm_transforms() -> None:
     refuse_transforms(NAME, "Use torch.nn.BatchNorm2d, or the like, there.")
 
 
-def not_twice_differentiable(backward: Callable) -> Callable:
-    """Decorate a function's ``backward``: its gradients raise where they are differentiated.
-
-    ``once_differentiable`` raises only if the incoming gradient itself requires one; it would
-    silently ignore a gradient penalty on ``y.sum()``. Save the tensors that the gradients depend on
-    as the function got them: a copy has no connection to the graph.
-    """
-
-    @functools.wraps(backward)
-    def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if not differentiated_again():
-            return backward(ctx, *grad_outputs)
-        with torch.no_grad():
-            grads = backward(ctx, *grad_outputs)
-        return _NoSecondDerivative.apply(len(grads), *grads, *grad_outputs, *ctx.saved_tensors)
-
-    return wrapped
+def once_only(backward: Callable) -> Callable:
+    """Decorate a function's ``backward``: its gradients raise where they are differentiated."""
+    remedy = "Use torch.nn.BatchNorm2d, or the like, where a second derivative is needed."
+    return not_twice_differentiable(NAME, remedy)(backward)
 
 
 class SyncBatchnormFunction(Function):
@@ -129,7 +99,7 @@ class SyncBatchnormFunction(Function):
         return layout.output(out)
 
     @staticmethod
-    @not_twice_differentiable
+    @once_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, z, weight and bias; the latter two of this rank's elements alone."""
         input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
@@ -187,7 +157,8 @@ def input_gradient(
         count = torch.ones(1, dtype=torch.int64, device=x.device)
         sum_dy = sum_dy_xmu = torch.zeros_like(mean)
     else:
-        sum_dy, sum_dy_xmu = reduce_sums(sum_dy, sum_dy_xmu, ctx.process_group)
+        group = ctx.process_group
+        sum_dy, sum_dy_xmu = reduce_sums(sum_dy, sum_dy_xmu, group, group_size(group))
     return batchnorm_backward(
         dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, ctx.layout.channel_last
     )

@@ -1,16 +1,16 @@
 // Registers the ops of synchronised batch normalization: checks, types and launch; the mathematics
-// is in statistics.h and batch_norm.h.
+// is in apex/math/batch_norm/.
 #include <tuple>
 
 #include "apex/engine/colwise.h"
 #include "apex/engine/rowwise.h"
+#include "apex/math/batch_norm/batch_norm.h"
+#include "apex/math/batch_norm/parts.h"
+#include "apex/math/batch_norm/statistics.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
 #include "apex/torch/like.h"
-#include "batch_norm.h"
-#include "parts.h"
-#include "statistics.h"
 
 namespace apex::parallel {
 inline namespace APEX_BACKEND_NS {

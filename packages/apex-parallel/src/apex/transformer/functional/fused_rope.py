@@ -36,8 +36,11 @@ __all__ = [
 ]
 
 IS_ROCM_PYTORCH = torch.version.hip is not None
+"""Whether torch is built for AMD GPUs."""
 USE_ROCM_AITER_ROPE_BACKEND = False
+"""Always False: these kernels run on AMD GPUs too, so AITER's are not called."""
 AITER_ROPE_BACKEND = False
+"""Always False, for the same reason."""
 
 
 def fused_apply_rotary_pos_emb(

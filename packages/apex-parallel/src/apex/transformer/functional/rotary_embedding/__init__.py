@@ -122,6 +122,8 @@ rotary_embedding = Formula(
     shared=("cos", "sin", "positions"),
     plain_backward=lambda *given: _on_a_line(*given, inverse=True),
 )
+"""Rotate pairs of channels by the angles of their token. Arguments: those of
+``rotary_embedding_forward``."""
 rotary_embedding_2d = Formula(
     "rotary_embedding_2d",
     rotary_embedding_2d_forward,
@@ -133,6 +135,7 @@ rotary_embedding_2d = Formula(
     shared=("cos_h", "sin_h", "cos_w", "sin_w"),
     plain_backward=lambda *given: _on_a_plane(*given, inverse=True),
 )
+"""The same for tokens of an image, which have a row and a column."""
 
 
 def decompositions() -> dict:

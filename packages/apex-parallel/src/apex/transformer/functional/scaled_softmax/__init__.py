@@ -113,8 +113,12 @@ _FORMULAS = {
     ),
 }
 scaled_softmax = _FORMULAS["scaled_softmax"]
+"""``softmax(scale * x)`` of rows, with float32 arithmetic. Arguments: those of
+``scaled_softmax_forward``."""
 causal_softmax = _FORMULAS["causal_softmax"]
+"""The same of ``[*, queries, keys]``, where a query sees no later key."""
 masked_softmax = _FORMULAS["masked_softmax"]
+"""The same, where the keys that a mask marks get no weight."""
 
 
 def decompositions() -> dict:

@@ -5,7 +5,7 @@
 // whose scores are all masked gets zeros.
 #pragma once
 
-#include "apex/math/exp.h"
+#include "apex/math/softmax.h"
 
 namespace apex::parallel {
 inline namespace APEX_BACKEND_NS {
@@ -45,10 +45,8 @@ struct ScaledSoftmax {
     const auto seen = row.within(0, visible);
     const auto scores = seen.ahead(seen.stage(0, x));
     // A negative scale turns the order around: the largest is that of the scaled scores.
-    const T largest = seen.max([factor](T x) { return factor * x; }, scores);
-    auto term = [factor, largest](T x) { return exponential_no_overflow(factor * x - largest); };
-    const T inverse = 1 / seen.sum(term, scores);
-    seen.each([term, inverse](T& y, T x) { y = term(x) * inverse; }, seen.out(y), scores);
+    const auto softmax = softmax_of<T>(seen, [factor](T x) { return factor * x; }, scores);
+    seen.each([softmax](T& y, T x) { y = softmax(x); }, seen.out(y), scores);
     if constexpr (kScores == Scores::kCausal) clear_hidden(row, visible, y);
   }
 };
@@ -77,17 +75,13 @@ struct MaskedSoftmax {
       T scaled = factor * x;
       return hidden != T(0) ? T(kMaskedScore) : scaled;
     };
-    const T largest = row.max(score, scores, masked);
-    auto term = [score, largest](T x, T hidden) {
-      return exponential_no_overflow(score(x, hidden) - largest);
-    };
-    const T sum = row.sum(term, scores, masked);
+    auto softmax = softmax_of<T>(row, score, scores, masked);
     // Only then may all be masked; other scores may be as low.
-    const bool sees = !(largest <= T(kMaskedScore)) ||
+    const bool sees = !(softmax.largest <= T(kMaskedScore)) ||
                       row.sum([](T hidden) { return T(hidden == T(0)); }, masked) != T(0);
-    const T inverse = sees ? 1 / sum : T(0);
-    row.each([term, inverse](T& y, T x, T hidden) { y = term(x, hidden) * inverse; }, row.out(y),
-             scores, masked);
+    if (!sees) softmax.inverse = T(0);
+    row.each([softmax](T& y, T x, T hidden) { y = softmax(x, hidden); }, row.out(y), scores,
+             masked);
   }
 };
 
@@ -108,10 +102,7 @@ struct ScaledSoftmaxBackward {
     const auto seen = row.within(0, visible);
     const auto gradients = seen.stage(0, dy);
     const auto results = seen.stage(1, y);
-    const T sum = seen.sum([](T dy, T y) { return dy * y; }, gradients, results);
-    const T factor = scale;
-    seen.each([factor, sum](T& dx, T dy, T y) { dx = factor * y * (dy - sum); }, seen.out(dx),
-              gradients, results);
+    softmax_backward<T>(seen, scale, [](T dy) { return dy; }, seen.out(dx), results, gradients);
     if constexpr (kScores == Scores::kCausal) clear_hidden(row, visible, dx);
   }
 };

@@ -1,0 +1,1 @@
+"""Base classes of tests that run on several processes."""

@@ -1,0 +1,14 @@
+"""The device on which parameters, buffers and received tensors are made."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def current_device() -> torch.device:
+    """The current GPU; the CPU where there is none, or where the world communicates by gloo."""
+    is_gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
+    if is_gloo or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,1 @@
+"""What tests of models on several ranks need: toy models, arguments, test cases."""

@@ -1,0 +1,54 @@
+"""Checked division, and flat tensors cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import parallel_state
+from .single_collectives import all_gather_single
+
+__all__ = [
+    "divide",
+    "ensure_divisibility",
+    "gather_split_1d_tensor",
+    "split_tensor_into_1d_equal_chunks",
+]
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raise ``ValueError`` unless ``numerator`` is a multiple of ``denominator``."""
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """``numerator / denominator``, an exact integer; ``ValueError`` if there is none."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def split_tensor_into_1d_equal_chunks(tensor: Tensor) -> Tensor:
+    """This tensor-parallel rank's part of the flattened ``tensor``.
+
+    Returns a view of ``tensor`` if it is contiguous, a copy otherwise. Raises ``ValueError`` if
+    the number of elements is not divisible by the number of tensor-parallel ranks.
+    """
+    size = divide(tensor.numel(), parallel_state.get_tensor_model_parallel_world_size())
+    start = parallel_state.get_tensor_model_parallel_rank() * size
+    return tensor.reshape(-1)[start : start + size]
+
+
+def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
+    """The inverse of :func:`split_tensor_into_1d_equal_chunks`: all ranks' parts, one flat tensor.
+
+    ``tensor`` has the same number of elements on all tensor-parallel ranks.
+    """
+    world = parallel_state.get_tensor_model_parallel_world_size()
+    gathered = torch.empty(world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    all_gather_single(
+        gathered,
+        tensor.reshape(-1),
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    return gathered
