@@ -91,8 +91,11 @@ def float_backward_backward(
 
 
 half_forward = float_forward
+"""``float_forward``, which takes every dtype."""
 half_backward = float_backward
+"""``float_backward``, which takes every dtype."""
 half_backward_backward = float_backward_backward
+"""``float_backward_backward``, which takes every dtype."""
 
 
 def _operands(in1: Tensor, in2: Tensor, idx1: Tensor) -> tuple[Tensor, ...]:

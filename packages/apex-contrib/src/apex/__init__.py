@@ -24,9 +24,13 @@ _WHEELS = {
     **dict.fromkeys(
         (
             *("apex.parallel", "apex_C", "syncbn", "apex.transformer"),
+            *("apex.transformer.amp", "apex.transformer.layers", "apex.transformer.microbatches"),
+            *("apex.transformer.parallel_state", "apex.transformer.pipeline_parallel"),
+            *("apex.transformer.tensor_parallel", "apex.transformer.testing"),
+            *("apex.transformer.utils", "apex.distributed_testing"),
             *("scaled_softmax_cuda", "scaled_masked_softmax_cuda"),
             *("generic_scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
-            "fused_rotary_positional_embedding",
+            *("fused_rotary_positional_embedding", "fused_weight_gradient_mlp_cuda"),
         ),
         "apex-parallel",
     ),
@@ -34,42 +38,31 @@ _WHEELS = {
         (
             *("apex.contrib", "apex.contrib.xentropy", "xentropy_cuda"),
             *("apex.fused_bias_swiglu", "fused_bias_swiglu"),
+            *("apex.mlp", "mlp_cuda", "apex.fused_dense", "fused_dense_cuda"),
             *("apex.contrib.index_mul_2d", "fused_index_mul_2d", "apex.contrib.clip_grad"),
             *("apex.contrib.transducer", "transducer_joint_cuda", "transducer_loss_cuda"),
             *("apex.contrib.focal_loss", "focal_loss_cuda"),
             *("apex.contrib.layer_norm", "fast_layer_norm"),
             *("apex.contrib.group_norm", "group_norm_cuda", "group_norm_v2_cuda"),
+            *("apex.contrib.multihead_attn", "fast_multihead_attn"),
+            *("apex.contrib.fmha", "fmhalib"),
+            *("apex.contrib.optimizers", "fused_adam_cuda", "fused_lamb_cuda"),
+            *("distributed_adam_cuda", "distributed_lamb_cuda"),
+            *("apex.contrib.conv_bias_relu", "fused_conv_bias_relu"),
+            *("apex.contrib.groupbn", "bnp", "apex.contrib.cudnn_gbn", "cudnn_gbn_lib"),
+            *("apex.contrib.bottleneck", "fast_bottleneck", "nccl_p2p_cuda", "_nccl_version"),
+            *("apex.contrib.peer_memory", "peer_memory_cuda"),
+            *("apex.contrib.nccl_allocator", "_apex_nccl_allocator"),
+            *("apex.contrib.sparsity", "permutation_search_cuda"),
         ),
         "apex-contrib",
     ),
 }
 # The same for what no release has yet.
 _NOT_BUILT = {
+    "apex.transformer.context_parallel": "apex-parallel",
     **dict.fromkeys(
-        (
-            *("apex.transformer.amp", "apex.transformer.context_parallel"),
-            *("apex.transformer.layers", "apex.transformer.microbatches"),
-            *("apex.transformer.parallel_state", "apex.transformer.pipeline_parallel"),
-            *("apex.transformer.tensor_parallel", "apex.transformer.testing"),
-            *("apex.transformer.utils", "apex.distributed_testing"),
-            "fused_weight_gradient_mlp_cuda",
-        ),
-        "apex-parallel",
-    ),
-    **dict.fromkeys(
-        (
-            *("apex.mlp", "apex.fused_dense"),
-            *("apex.contrib.bottleneck", "apex.contrib.conv_bias_relu"),
-            *("apex.contrib.cudnn_gbn", "apex.contrib.groupbn"),
-            *("apex.contrib.multihead_attn", "apex.contrib.nccl_allocator"),
-            *("apex.contrib.openfold_triton", "apex.contrib.optimizers"),
-            *("apex.contrib.peer_memory", "apex.contrib.sparsity", "apex.contrib.torchsched"),
-            *("mlp_cuda", "fused_dense_cuda", "peer_memory_cuda"),
-            *("fused_adam_cuda", "fused_lamb_cuda", "distributed_adam_cuda"),
-            *("distributed_lamb_cuda", "bnp"),
-            *("fast_multihead_attn", "fused_conv_bias_relu"),
-            *("nccl_p2p_cuda", "_apex_nccl_allocator", "permutation_search_cuda"),
-        ),
+        ("apex.contrib.openfold_triton", "apex.contrib.torchsched"),
         "apex-contrib",
     ),
 }
@@ -77,7 +70,6 @@ _NOT_BUILT = {
 _REPLACED = {
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
-    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
 }
 
@@ -118,6 +110,12 @@ def _advice(name: str) -> str | None:
         if name in _NOT_BUILT:
             return f"{name} is not built yet: no known release of {wheel} has it."
         return f"{name} is not installed. It is part of {wheel}: pip install {wheel}"
+    if name == wheel.replace("-", "."):
+        return (
+            f"{name} is missing, though {wheel} {there} is installed. Run `pip install "
+            f"--force-reinstall --no-deps {wheel}`; with --target, add --upgrade, and name all "
+            "Apex wheels in one command."
+        )
     return (
         f"{name} is not in {wheel} {there}, which is installed; a later release may have it: "
         f"pip install --upgrade {wheel}"
@@ -125,21 +123,29 @@ def _advice(name: str) -> str | None:
 
 
 class _MissingWheel:
-    """The last finder: gives ``import apex.amp`` a message that names the wheel."""
+    """The last finder: gives ``import apex.amp`` a message that names the wheel, or torch."""
 
     @staticmethod
     def find_spec(full_name: str, path=None, target=None):
-        if full_name not in _WHEELS and full_name not in _NOT_BUILT and full_name not in _REPLACED:
+        ours = full_name in _WHEELS or full_name in _NOT_BUILT or full_name in _REPLACED
+        if not ours and full_name != "torch":
             return
         frame, callers = _sys._getframe(2), []
         while frame is not None and len(callers) < 4:
-            callers.append(frame.f_code.co_name)
+            callers.append(frame)
             frame = frame.f_back
+        names = [caller.f_code.co_name for caller in callers]
         # importlib.util.find_spec() goes through here too: to that, "not found" is an answer.
-        if callers[0] == "_find_and_load_unlocked":
+        if names[0] != "_find_and_load_unlocked":
+            return
+        if ours:
             # `from apex.contrib import focal_loss` drops an error that has the module's name.
-            name = None if callers[-1] == "_handle_fromlist" else full_name
+            name = None if names[-1] == "_handle_fromlist" else full_name
             raise ModuleNotFoundError(_advice(full_name), name=name)
+        importer = callers[2].f_globals.get("__name__", "") if len(callers) > 2 else ""
+        if importer in _WHEELS or importer.startswith("apex."):
+            text = f"No module named 'torch', which {importer} imports: pip install torch"
+            raise ModuleNotFoundError(text, name=full_name)
 
 
 def _warn_of_foreign_files() -> None:

@@ -42,6 +42,7 @@ _focal = Formula(
     rows={"x": 1, "targets": 0},
 )
 decompositions = _focal.decompositions
+"""The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
 def focal_loss(

@@ -54,6 +54,7 @@ _swiglu = Formula(
     shared=("bias",),
 )
 decompositions = _swiglu.decompositions
+"""The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
 def fused_bias_swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -84,11 +84,13 @@ group_norm_nhwc_fprop = _register(
     fake_group_norm_nhwc_fprop,
     f"(Tensor x, {_OPTIONS}) -> (Tensor, Tensor)",
 )
+"""``torch.ops.apex.group_norm_nhwc_fprop``: the normalized input, and what the backward needs."""
 group_norm_nhwc_bprop = _register(
     "group_norm_nhwc_bprop",
     fake_group_norm_nhwc_bprop,
     f"(Tensor grad_output, Tensor sums, Tensor x, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
+"""``torch.ops.apex.group_norm_nhwc_bprop``: gradients of the input, the weight and the bias."""
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 decompositions = group_norm_nhwc.decompositions
+"""The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
 def torch_group_norm(
@@ -61,8 +62,12 @@ def torch_group_norm(
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
-# Apex has kernels for small samples, for large ones, and for some shapes. Ours are for all.
-cuda_group_norm_nhwc_one_pass = cuda_group_norm_nhwc_two_pass = cuda_group_norm_v2_nhwc = group_norm
+cuda_group_norm_nhwc_one_pass = group_norm
+"""Apex's name of its kernel for small samples; here ``group_norm``, which takes all sizes."""
+cuda_group_norm_nhwc_two_pass = group_norm
+"""Apex's name of its kernel for large samples; here ``group_norm``, which takes all sizes."""
+cuda_group_norm_v2_nhwc = group_norm
+"""Apex's name of its kernel for some shapes; here ``group_norm``, which takes all shapes."""
 
 
 @functools.cache

@@ -33,6 +33,7 @@ _index_mul = Formula(
     shared=("in1",),
 )
 decompositions = _index_mul.decompositions
+"""The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
 def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:

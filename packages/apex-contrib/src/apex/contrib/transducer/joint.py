@@ -25,6 +25,7 @@ _joint = Formula(
     rows={"f": 2, "g": 2, "f_len": 0, "g_len": 0, "keep": 3},
 )
 decompositions = _joint.decompositions
+"""The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
 class TransducerJoint(nn.Module):

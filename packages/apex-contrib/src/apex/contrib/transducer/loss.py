@@ -28,6 +28,7 @@ _loss = Formula(
     rows={"x": 3, "label": 1, "f_len": 0, "y_len": 0},
 )
 decompositions = _loss.decompositions
+"""The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
 class TransducerLoss(nn.Module):

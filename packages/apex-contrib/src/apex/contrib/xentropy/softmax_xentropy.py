@@ -57,6 +57,7 @@ _softmax_xentropy = Formula(
     rows={"logits": 1, "labels": 0},
 )
 decompositions = _softmax_xentropy.decompositions
+"""The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
 class SoftmaxCrossEntropyLoss:

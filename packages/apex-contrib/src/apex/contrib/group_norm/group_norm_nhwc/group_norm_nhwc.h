@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "apex/core/storage.h"
+#include "apex/math/median.h"
 #include "apex/math/sigmoid.h"
 
 namespace apex::contrib {
@@ -47,13 +48,6 @@ struct Groups {
   // Elements of one group.
   APEX_HD double size() const { return static_cast<double>(width()) * static_cast<double>(rows); }
 };
-
-template <class T>
-APEX_HD T median(T a, T b, T c) {
-  T low = a < b ? a : b, high = a < b ? b : a;
-  T upper = high < c ? high : c;
-  return low > upper ? low : upper;
-}
 
 // A view for a functor that takes an exp, or not.
 template <bool kExp, class R, class View>

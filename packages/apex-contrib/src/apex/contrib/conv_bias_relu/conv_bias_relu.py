@@ -1,0 +1,312 @@
+"""Convolutions with what follows them: torch's convolution, and gradients in one pass less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._shared.native.composed import Composed, plainly
+from .._shared.native.float16 import is_slow
+from .._shared.native.operands import autocast
+from .._shared.native.transforms import is_transformed
+from ..dense_epilogue import RELU, decompositions, dense_activation_backward
+from .operands import check_convolution, check_mask, check_mask_shape, check_vector, pair
+
+__all__ = [
+    "ConvBias",
+    "ConvBiasMaskReLU",
+    "ConvBiasMaskReLU_",
+    "ConvBiasReLU",
+    "ConvBiasReLU_",
+    "ConvBias_",
+    "ConvFrozenScaleBiasReLU",
+    "ConvFrozenScaleBiasReLU_",
+    "decompositions",
+]
+
+_Pair = tuple[int, int]
+_Option = tuple[bool, _Pair, _Pair]  # ReLU?, padding, stride
+
+
+def _channels(vector: Tensor) -> Tensor:
+    return vector.view(-1, 1, 1)
+
+
+def _rows(image: Tensor) -> Tensor:
+    """``[N, C, H, W]`` as ``[N, H, W, C]``; no copy of a tensor in channels_last."""
+    return image.permute(0, 2, 3, 1).contiguous()
+
+
+def _reference(
+    option: _Option,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    has_relu, padding, stride = option
+    if scale is None:
+        y = F.conv2d(x, weight, bias, stride, padding)
+    else:
+        y = F.conv2d(x, weight, None, stride, padding) * _channels(scale) + _channels(bias)
+    y = y if mask is None else y * mask
+    return torch.relu(y) if has_relu else y
+
+
+def _forward(
+    option: _Option,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor,
+    mask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The output; and again for the backward, which takes the ReLU from it."""
+    has_relu, padding, stride = option
+    if scale is None:
+        y = F.conv2d(x, weight, bias, stride, padding)
+    else:
+        y = F.conv2d(x, weight, None, stride, padding)
+        y = torch.addcmul(_channels(bias), y, _channels(scale))
+    if mask is not None:
+        check_mask_shape(mask, y)
+        y.mul_(mask)
+    return (y.relu_(), y) if has_relu else (y,)
+
+
+def _backward(
+    option: _Option, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
+) -> list[Tensor | None]:
+    has_relu, padding, stride = option
+    x, weight, scale, _, mask, *kept = saved
+    dbias = None
+    if has_relu:
+        # Where the mask is 0 or 1, the output tells: it is 0 where the mask is.
+        multiplies = mask is not None and mask.dtype is not torch.bool
+        sums = needs[3] and not multiplies
+        rows, dbias = dense_activation_backward(_rows(dy), _rows(kept[0]), RELU, sums)
+        dy = rows.permute(0, 3, 1, 2)
+        if multiplies:
+            dy = dy * mask
+        dbias = dbias if sums else None
+    if needs[3] and dbias is None:
+        dbias = dy.sum((0, 2, 3))
+    if scale is not None:
+        dy = dy * _channels(scale)
+    dx = dweight = None
+    if needs[0] or needs[1]:
+        dx, dweight, _ = torch.ops.aten.convolution_backward(
+            *(dy, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1),
+            (needs[0], needs[1], False),
+        )
+    return [dx, dweight, None, dbias, None]
+
+
+_convolution = Composed("conv_bias_relu", _forward, _backward, _reference)
+
+
+def _apply(
+    name: str,
+    has_relu: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    padding: int | _Pair,
+    stride: int | _Pair,
+    scale: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    x, weight, scale, bias, mask = autocast(x, weight, scale, bias, mask)
+    option = check(name, has_relu, x, weight, bias, padding, stride, scale, mask)
+    if scale is not None:
+        scale, bias = scale.detach().reshape(-1), bias.detach()
+    if mask is not None:
+        mask = mask.detach() if mask.dtype is torch.bool else mask.detach().to(x.dtype)
+    if not is_transformed():
+        x = x.contiguous(memory_format=torch.channels_last)
+    given = x, weight, scale, bias.reshape(-1), mask
+    if is_slow(x):
+        return _convolution(option, *wide(given)).to(x.dtype)
+    return _convolution(option, *given)
+
+
+def check(
+    name: str,
+    has_relu: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    padding: int | _Pair,
+    stride: int | _Pair,
+    scale: Tensor | None,
+    mask: Tensor | None,
+) -> _Option:
+    """Raise TypeError or ValueError for what a function does not take; return its option."""
+    check_convolution(name, x, weight)
+    check_vector(name, "bias", bias, x, weight)
+    if scale is not None:
+        check_vector(name, "scale", scale, x, weight)
+    if mask is not None:
+        check_mask(name, mask, x)
+    return has_relu, pair(name, "padding", padding, 0), pair(name, "stride", stride, 1)
+
+
+def wide(tensors: Sequence[Any]) -> list[Any]:
+    """The float16 ones in float32."""
+    return [t.float() if t is not None and t.dtype is torch.float16 else t for t in tensors]
+
+
+def run(option: _Option, x: Tensor, *others: Tensor | None) -> Tensor:
+    """The output, without gradients and autocast; tensors as :func:`_forward` takes them."""
+    given = wide((x, *others)) if is_slow(x) else [x, *others]
+    with torch.no_grad():
+        last = given[0].contiguous(memory_format=torch.channels_last)
+        return plainly(x, _forward, option, last, *given[1:])[0].to(x.dtype)
+
+
+def gradients(option: _Option, dy: Tensor, *saved: Tensor | None) -> list[Tensor]:
+    """Gradients of x, weight and bias, without autocast; ``saved`` as for :func:`_backward`."""
+    given = wide((dy, *saved)) if is_slow(dy) else [dy, *saved]
+    needs = (True, True, False, True, False)
+    with torch.no_grad():
+        found = plainly(dy, _backward, option, needs, given[0], given[1:])
+    return [found[i].to(dy.dtype) for i in (0, 1, 3)]
+
+
+def ConvBiasReLU(
+    x: Tensor, weight: Tensor, bias: Tensor, padding: int | _Pair, stride: int | _Pair
+) -> Tensor:
+    r"""Convolve, add a bias and take the positive part.
+
+    .. math:: y = \max(x \star w + b, 0)
+
+    Args:
+        x: ``[N, C, H, W]``; float64, float32, float16 or bfloat16. It is used in the channels_last
+            memory format, and converted to it if it has another.
+        weight: ``[K, C, R, S]``, of the same dtype.
+        bias: ``K`` numbers of the same dtype, as ``[K]`` or ``[1, K, 1, 1]``; its gradient has
+            its shape.
+        padding: zeros around ``x``, in elements; one number, or two for height and width.
+        stride: elements from one window to the next; one number, or two.
+
+    Returns:
+        ``[N, K, H', W']`` in channels_last. Under autocast everything is cast to its dtype first,
+        but for float64. Inside, autocast is off, in the backward too. It may be differentiated any
+        number of times.
+
+    Raises:
+        TypeError: a dtype is not one of those above, or the dtypes differ.
+        ValueError: a shape, a device, ``padding`` or ``stride`` does not fit.
+
+    Source:
+        ``torch.nn.functional.conv2d`` and ReLU; Apex's ``apex.contrib.conv_bias_relu`` has the
+        same names.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 6, 6), torch.randn(4, 8, 3, 3)
+        >>> ConvBiasReLU(x, weight, torch.randn(4), 1, 1).shape
+        torch.Size([2, 4, 6, 6])
+    """
+    return _apply("ConvBiasReLU", True, x, weight, bias, padding, stride)
+
+
+def ConvBias(
+    x: Tensor, weight: Tensor, bias: Tensor, padding: int | _Pair, stride: int | _Pair
+) -> Tensor:
+    """Convolve and add a bias: :func:`ConvBiasReLU` without the ReLU."""
+    return _apply("ConvBias", False, x, weight, bias, padding, stride)
+
+
+def ConvBiasMaskReLU(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mask: Tensor,
+    padding: int | _Pair,
+    stride: int | _Pair,
+) -> Tensor:
+    r"""Convolve, add a bias, multiply with a mask and take the positive part.
+
+    .. math:: y = \max((x \star w + b) \, m, 0)
+
+    Args:
+        mask: a constant, which gets no gradient: a tensor of any dtype whose four dimensions are
+            those of the output, or 1. bool saves a pass in the backward.
+
+    The other arguments, and the errors, are those of :func:`ConvBiasReLU`.
+    """
+    return _apply("ConvBiasMaskReLU", True, x, weight, bias, padding, stride, mask=mask)
+
+
+def ConvFrozenScaleBiasReLU(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    padding: int | _Pair,
+    stride: int | _Pair,
+) -> Tensor:
+    r"""Convolve, multiply each channel with a constant, add another, and take the positive part.
+
+    .. math:: y = \max((x \star w) \, s + b, 0)
+
+    Args:
+        scale, bias: constants, which get no gradients: ``K`` numbers each, as ``[K]`` or
+            ``[1, K, 1, 1]``. They are what a frozen batch norm makes of its statistics.
+
+    The other arguments, and the errors, are those of :func:`ConvBiasReLU`.
+    """
+    return _apply("ConvFrozenScaleBiasReLU", True, x, weight, bias, padding, stride, scale=scale)
+
+
+class ConvBiasReLU_:
+    """Apex's class of :func:`ConvBiasReLU`; ``ctx`` is not used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int
+    ) -> Tensor:
+        return ConvBiasReLU(x, weight, bias, padding, stride)
+
+    apply = staticmethod(ConvBiasReLU)
+
+
+class ConvBias_:
+    """Apex's class of :func:`ConvBias`; ``ctx`` is not used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int
+    ) -> Tensor:
+        return ConvBias(x, weight, bias, padding, stride)
+
+    apply = staticmethod(ConvBias)
+
+
+class ConvBiasMaskReLU_:
+    """Apex's class of :func:`ConvBiasMaskReLU`; ``ctx`` is not used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, padding: int, stride: int
+    ) -> Tensor:
+        return ConvBiasMaskReLU(x, weight, bias, mask, padding, stride)
+
+    apply = staticmethod(ConvBiasMaskReLU)
+
+
+class ConvFrozenScaleBiasReLU_:
+    """Apex's class of :func:`ConvFrozenScaleBiasReLU`; ``ctx`` is not used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, padding: int, stride: int
+    ) -> Tensor:
+        return ConvFrozenScaleBiasReLU(x, weight, scale, bias, padding, stride)
+
+    apply = staticmethod(ConvFrozenScaleBiasReLU)

@@ -1,0 +1,204 @@
+// Registers batch normalization of contiguous rows [*, channels]: checks, types and launch; the
+// mathematics is in group_batch_norm.h and apex/math/batch_norm/.
+#include "group_batch_norm.h"
+
+#include <tuple>
+
+#include "apex/engine/colwise.h"
+#include "apex/engine/rowwise.h"
+#include "apex/math/batch_norm/batch_norm.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/like.h"
+
+namespace apex::contrib {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// An op's input as the matrix [rows, channels].
+struct Rows {
+  const char* op;
+  const Tensor& x;
+  int64_t channels, count;
+
+  Rows(const char* op, const Tensor& x) : op(op), x(x) {
+    check_tensors(op, {{"x", x}});
+    check(x.dim() > 0 && x.is_contiguous() && x.size(x.dim() - 1) > 0, op,
+          ": x must be contiguous rows of at least one channel, got ", describe(x), ".");
+    channels = x.size(x.dim() - 1);
+    count = x.numel() / channels;
+  }
+
+  Tensor statistics(int64_t numel) const { return empty(x, {numel}, statistics_dtype(x)); }
+  Tensor per_channel() const { return statistics(channels); }
+
+  void check_operand(const char* name, const Tensor& tensor, int64_t numel,
+                     ScalarType dtype) const {
+    check_tensors(op, {{name, tensor}});
+    check_like(op, name, tensor, numel, dtype, x);
+  }
+  template <class X>
+  const X* like_x(const char* name, const Tensor& tensor) const {
+    check_operand(name, tensor, x.numel(), x.scalar_type());
+    return data<X>(tensor, name);
+  }
+  template <class T>
+  const T* vector(const char* name, const Tensor& tensor) const {
+    check_operand(name, tensor, channels, statistics_dtype(x));
+    return data<T>(tensor, name);
+  }
+};
+
+std::tuple<Tensor, Tensor> batch_norm_moments(const Tensor& x_rows) {
+  Rows rows("group_batch_norm_moments", x_rows);
+  Tensor mean = rows.per_channel(), variance = rows.per_channel();
+  Parts parts = parts_of_matrix(rows.count, rows.channels);
+  Tensor part_shift = rows.statistics(parts.count() * rows.channels);
+  Tensor part_variance = rows.statistics(parts.count() * rows.channels);
+  Tensor pivot = rows.statistics(parts.group * rows.channels);
+  Context context(x_rows);
+  dispatch_floating(rows.op, x_rows.scalar_type(), [&]<class X>() {
+    using T = compute_t<X>;
+    const X* x = data<X>(x_rows, "x");
+    T *shifts = data<T>(part_shift, "shifts"), *variances = data<T>(part_variance, "variances");
+    T* pivots = data<T>(pivot, "pivots");
+    auto at = [&](int64_t row) { return x + row * rows.channels; };
+    if (rows.count > 0) {
+      rowwise(context, parts.group, rows.channels,
+              BatchNormPivots<X>{
+                  {{at(rows.count / 4), at(rows.count / 2), at(rows.count - 1 - rows.count / 4)}},
+                  pivots});
+    }
+    parts.each([&](int64_t count, int64_t columns, int64_t element, int64_t part) {
+      colwise(context, count, columns,
+              BatchNormMoments<X>{x + element, pivots, shifts + part, variances + part,
+                                  1.0 / static_cast<double>(count)});
+    });
+    colwise(context, parts.count(), rows.channels,
+            BatchNormParts<T>{{shifts, variances, parts, data<T>(mean, "mean"),
+                               data<T>(variance, "variance"), nullptr, 0.0},
+                              pivots});
+  });
+  return {mean, variance};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_merge(const Tensor& mean, const Tensor& biased_var,
+                                                    const Tensor& count, double eps) {
+  Rows rows("group_batch_norm_merge", mean);
+  check(mean.scalar_type() == statistics_dtype(mean), rows.op,
+        ": mean must be float32 or float64, got ", describe(mean), ".");
+  rows.check_operand("biased_var", biased_var, mean.numel(), mean.scalar_type());
+  rows.check_operand("count", count, rows.count, ScalarType::Long);
+  Tensor total = rows.per_channel(), variance = rows.per_channel(), inv_std = rows.per_channel();
+  Context context(mean);
+  CountsOf counts{data<int64_t>(count, "count")};
+  auto merge = [&]<class T>(T* means) {
+    colwise(context, rows.count, rows.channels,
+            PartMoments<T, CountsOf>{means, data<T>(biased_var, "biased_var"), counts,
+                                     data<T>(total, "mean"), data<T>(variance, "variance"),
+                                     data<T>(inv_std, "inv_std"), eps});
+  };
+  if (mean.scalar_type() == ScalarType::Double) {
+    merge(data<double>(mean, "mean"));
+  } else {
+    merge(data<float>(mean, "mean"));
+  }
+  return {total, variance, inv_std};
+}
+
+Tensor batch_norm_forward(const Tensor& x, const OptionalTensor& z, const Tensor& mean,
+                          const Tensor& inv_std, const Tensor& weight, const Tensor& bias,
+                          bool relu) {
+  Rows rows("group_batch_norm_forward", x);
+  Tensor y = empty_like(x, x.scalar_type());
+  Context context(x);
+  dispatch_floating(rows.op, x.scalar_type(), [&]<class X>() {
+    using T = compute_t<X>;
+    BatchNormForward<X, true> program{
+        {rows.channels},
+        {{rows.vector<T>("mean", mean), rows.vector<T>("inv_std", inv_std),
+          rows.vector<T>("weight", weight), rows.vector<T>("bias", bias)}},
+        data<X>(x, "x"),
+        z ? rows.like_x<X>("z", *z) : nullptr,
+        data<X>(y, "y"),
+        relu};
+    rowwise(context, rows.count, rows.channels, program);
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_sums(const Tensor& dy, const Tensor& x_rows,
+                                                   const OptionalTensor& y, const Tensor& mean) {
+  Rows rows("group_batch_norm_sums", x_rows);
+  Tensor sum_dy = rows.per_channel(), sum_dy_xmu = rows.per_channel();
+  Tensor masked =
+      y ? empty_like(x_rows, x_rows.scalar_type()) : empty(x_rows, {0}, x_rows.scalar_type());
+  Parts parts = parts_of_matrix(rows.count, rows.channels);
+  Tensor part_dy = rows.statistics(parts.count() * rows.channels);
+  Tensor part_dy_xmu = rows.statistics(parts.count() * rows.channels);
+  Tensor spread = rows.statistics(parts.group * rows.channels);
+  Context context(x_rows);
+  dispatch_floating(rows.op, x_rows.scalar_type(), [&]<class X>() {
+    using T = compute_t<X>;
+    const X *gradient = rows.like_x<X>("dy", dy), *x = data<X>(x_rows, "x");
+    const X* output = y ? rows.like_x<X>("y", *y) : nullptr;
+    X* to = data<X>(masked, "masked");
+    T *a = data<T>(part_dy, "part_dy"), *b = data<T>(part_dy_xmu, "part_dy_xmu");
+    T* means = data<T>(spread, "mean");
+    const T* mu = rows.vector<T>("mean", mean);
+    rowwise(context, parts.group, rows.channels,
+            BatchNormPivots<T>{{{mu, mu, mu}}, means});  // a copy in each row
+    parts.each([&](int64_t count, int64_t columns, int64_t element, int64_t part) {
+      if (output) {
+        rowwise_colwise(context, count, columns,
+                        BatchNormMaskedSums<X>{gradient + element, x + element, output + element,
+                                               means, to + element, a + part, b + part});
+      } else {
+        colwise(context, count, columns,
+                ColumnGradSums<X>{gradient + element, x + element, means, a + part, b + part});
+      }
+    });
+    colwise(context, parts.count(), rows.channels,
+            PartSums<T>{a, b, data<T>(sum_dy, "sum_dy"), data<T>(sum_dy_xmu, "sum_dy_xmu")});
+  });
+  return {masked, sum_dy, sum_dy_xmu};
+}
+
+Tensor batch_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                           const Tensor& inv_std, const Tensor& weight, const Tensor& sum_dy,
+                           const Tensor& sum_dy_xmu, const Tensor& count) {
+  Rows rows("group_batch_norm_backward", x);
+  rows.check_operand("count", count, 1, ScalarType::Long);
+  Tensor dx = empty_like(x, x.scalar_type());
+  Context context(x);
+  dispatch_floating(rows.op, x.scalar_type(), [&]<class X>() {
+    using T = compute_t<X>;
+    BatchNormBackward<X, true> program{
+        {rows.channels},
+        {{rows.vector<T>("mean", mean), rows.vector<T>("inv_std", inv_std),
+          rows.vector<T>("weight", weight), rows.vector<T>("sum_dy", sum_dy),
+          rows.vector<T>("sum_dy_xmu", sum_dy_xmu)}},
+        data<int64_t>(count, "count"),
+        rows.like_x<X>("dy", dy),
+        data<X>(x, "x"),
+        data<X>(dx, "dx")};
+    rowwise(context, rows.count, rows.channels, program);
+  });
+  return dx;
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_contrib, m) {
+  m.impl("group_batch_norm_moments", TORCH_BOX(&batch_norm_moments));
+  m.impl("group_batch_norm_merge", TORCH_BOX(&batch_norm_merge));
+  m.impl("group_batch_norm_forward", TORCH_BOX(&batch_norm_forward));
+  m.impl("group_batch_norm_sums", TORCH_BOX(&batch_norm_sums));
+  m.impl("group_batch_norm_backward", TORCH_BOX(&batch_norm_backward));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::contrib

@@ -1,0 +1,124 @@
+// What batch normalization of rows of channels needs beside apex/math/batch_norm/: statistics in
+// one pass without a division per element, and the gradient's sums in the pass of the ReLU's.
+//
+//   d = x - pivot,  mean = pivot + mean(d),  var = mean(d^2) - mean(d)^2
+//   masked = dy, or 0 where y <= 0;  sums of masked, and of masked * (x - mean)
+//
+// E[d^2] - E[d]^2 keeps its digits, because the pivot is near the mean: the median of three rows.
+// Ioffe & Szegedy 2015 (https://arxiv.org/abs/1502.03167).
+#pragma once
+
+#include "apex/math/batch_norm/parts.h"
+#include "apex/math/batch_norm/statistics.h"
+#include "apex/math/median.h"
+
+namespace apex::contrib {
+inline namespace APEX_BACKEND_NS {
+
+// The same pivots in each row: channels are narrow, and rows of x are walked side by side.
+template <class X>
+struct BatchNormPivots {
+  using value_type = compute_t<X>;
+  using T = value_type;
+
+  Array<const X*, 3> rows;  // of x, [channels] each
+  T* pivots;                // [rows side by side, channels]
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    row.each([](T& pivot, T a, T b, T c) { pivot = median(a, b, c); }, row.out(pivots),
+             row.from(rows[0]), row.from(rows[1]), row.from(rows[2]));
+  }
+};
+
+template <class X>
+struct BatchNormMoments {
+  using value_type = compute_t<X>;
+  using T = value_type;
+  static constexpr int kSums = 2;
+
+  const X* x;       // [rows, columns]
+  const T* pivots;  // [columns]
+  T* shift;         // [columns], mean - pivot: rounded, the mean itself would lose digits of that
+  T* variance;      // [columns], biased
+  double share;     // 1 / rows
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    row.template accumulate<kSums>(
+        [](Array<T, 2>& sums, T x, T pivot) {
+          T d = x - pivot;
+          sums[0] += d;
+          sums[1] += d * d;
+        },
+        row.in(x), row.shared(pivots));
+  }
+  APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
+    double from_pivot = sums[0] * share, var = sums[1] * share - from_pivot * from_pivot;
+    shift[column] = static_cast<T>(from_pivot);
+    variance[column] = static_cast<T>(var < 0 ? 0 : var);  // NaN stays
+  }
+};
+
+// Merges the moments of parts, which are around the same pivots.
+template <class T>
+struct BatchNormParts {
+  using value_type = double;
+  static constexpr int kSums = 3;
+
+  PartMoments<T, Parts> parts;
+  const T* pivots;  // [channels]
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    parts.column_sums(row);
+  }
+  APEX_HD void merge(Moments<double>& total, const Moments<double>& part) const {
+    merge_moments(total, part);
+  }
+  APEX_HD void finish(int64_t channel, const Moments<double>& moments) const {
+    parts.finish(channel, moments);
+    if (moments[0] > 0) parts.mean[channel] = static_cast<T>(pivots[channel] + moments[1]);
+  }
+};
+
+template <class X>
+struct BatchNormMaskedSums {
+  using value_type = compute_t<X>;
+  using T = value_type;
+  static constexpr int kSums = 2;
+
+  const X* dy;  // [rows, columns], as x, y and masked
+  const X* x;
+  const X* y;     // the forward's output
+  const T* mean;  // [columns]
+  X* masked;
+  T* sum_dy;      // [columns]
+  T* sum_dy_xmu;  // [columns]
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    auto to = row.out(masked);
+    to.streamed = false;  // column_sums() reads it next
+    row.each([](T& masked, T dy, T y) { masked = y <= T(0) ? T(0) : dy; }, to, row.in(dy),
+             row.in(y));
+  }
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    const X* stored = masked;
+    row.template accumulate<kSums>(
+        [](Array<T, 2>& sums, T dy, T x, T mean) {
+          sums[0] += dy;
+          sums[1] += dy * (x - mean);
+        },
+        row.in(stored), row.in(x), row.shared(mean));
+  }
+  APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
+    sum_dy[column] = sums[0];
+    sum_dy_xmu[column] = sums[1];
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::contrib

@@ -1,0 +1,212 @@
+"""Attention composed of torch's matrix products and one operator: what all functions here call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._shared.native.composed import plainly
+from .._shared.native.float16 import needs_float32
+from .._shared.native.operands import autocast, exact, is_dtensor, statistics_dtype
+from .._shared.native.philox import draw_seed
+from ..layer_norm.layer_norm import FastLayerNormFN
+from .weights import dropout_rows, mask_softmax, softmax_dropout
+
+__all__ = [
+    "Options",
+    "attend",
+    "call",
+    "dropout",
+    "encdec_attention",
+    "kernel_mask",
+    "masked_weights",
+    "self_attention",
+    "with_norm_and_residual",
+]
+
+EPS = 1e-5  # of the layer norm
+
+
+def masked_weights(scores: Tensor, mask: Tensor | None, p: float) -> Tensor:
+    """Softmax of masked scores ``[b, heads, sq, sk]``, then dropout with probability ``p``.
+
+    ``mask`` is one that :func:`kernel_mask` gave.
+    """
+    if p == 0:
+        return mask_softmax(exact(scores), mask)
+    return softmax_dropout(exact(scores), mask, _seed_of(scores), float(p))[0]
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Dropout with probability ``p``, whose random numbers are those of :func:`masked_weights`."""
+    return x if p == 0 else dropout_rows(exact(x), _seed_of(x), float(p))
+
+
+def _seed_of(x: Tensor) -> Tensor:
+    if is_dtensor(x):
+        raise TypeError(
+            "attention: dropout of DTensors would drop the same elements of every shard; pass "
+            "local tensors (to_local()), or no dropout."
+        )
+    return draw_seed(x.device)
+
+
+def kernel_mask(
+    mask: Tensor | None, is_time_mask: bool, is_added: bool, scores: Sequence[int], dtype: Any
+) -> Tensor | None:
+    """A mask as the operators take it: ``[b, 1, sk]``, or ``[b, sq, sk]``.
+
+    Args:
+        mask: ``[b, sk]``, or with ``is_time_mask`` ``[sq, sk]``: hides what is not 0, or with
+            ``is_added`` is added.
+        scores: ``b, heads, sq, sk``.
+        dtype: of the scores.
+    """
+    if mask is None:
+        return None
+    if is_added:
+        mask = mask.to(statistics_dtype(dtype))
+    elif mask.dtype not in (torch.bool, torch.uint8):
+        mask = mask != 0
+    batch, _, queries, keys = scores
+    if is_time_mask:
+        return mask.contiguous().expand(batch, queries, keys)
+    return mask.contiguous().unsqueeze(1)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, mask: Tensor | None, p: float
+) -> tuple[Tensor, Tensor]:
+    """``weights @ v`` with ``weights = dropout(softmax(scale * q @ k^T + mask))``, and the weights.
+
+    ``q`` is ``[b * heads, sq, d]``; ``k`` and ``v`` are ``[b * heads, sk, d]``. :func:`kernel_mask`
+    gave the mask. The result is like ``q``; the weights are ``[b, heads, sq, sk]``.
+    """
+    nothing = q.new_zeros(1, 1, 1)
+    scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=scale)
+    by_head = scores.view(q.shape[0] // heads, heads, *scores.shape[1:])
+    weights = masked_weights(by_head, mask, p)
+    return torch.bmm(weights.view(scores.shape), v), weights
+
+
+def _split(projected: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """``[t, b, heads * parts * d]`` as ``parts`` tensors ``[b * heads, t, d]``."""
+    t, b, columns = projected.shape
+    size = columns // (heads * parts)
+    each = projected.view(t, b * heads, parts, size).permute(2, 1, 0, 3)
+    if projected.is_cpu and projected.dtype.itemsize == 2:
+        each = each.contiguous()  # products of strided 16-bit matrices take twice the time
+    return each.unbind(0)
+
+
+def _merge(context: Tensor, batch: int, heads: int) -> Tensor:
+    """``[b * heads, t, d]`` as ``[t, b, heads * d]``."""
+    _, t, size = context.shape
+    return context.transpose(0, 1).reshape(t, batch, heads * size)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call of attention is asked for, beside its tensors.
+
+    Args:
+        heads, scale: of attention; the usual scale, ``d ** -0.5``, where it is None.
+        mask: see :func:`kernel_mask`, as are ``is_time_mask`` and ``is_added``.
+        p: probability of dropout, 0 outside training.
+        needs_weights: return the weights, averaged over heads.
+    """
+
+    heads: int
+    scale: float | None
+    mask: Tensor | None
+    is_time_mask: bool
+    is_added: bool
+    p: float
+    needs_weights: bool = False
+
+
+Results = tuple[Tensor, Tensor | None]
+
+
+def _finish(
+    q: Tensor, k: Tensor, v: Tensor, batch: int, options: Options, w: Tensor, b: Tensor | None
+) -> Results:
+    scores = (batch, options.heads, q.shape[1], k.shape[1])
+    mask = kernel_mask(options.mask, options.is_time_mask, options.is_added, scores, q.dtype)
+    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    context, weights = attend(q, k, v, options.heads, scale, mask, options.p)
+    output = F.linear(_merge(context, batch, options.heads), w, b)
+    return output, weights.mean(1) if options.needs_weights else None
+
+
+def self_attention(
+    options: Options,
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+) -> Results:
+    """Outputs of inputs ``[t, b, e]``, and averaged weights ``[b, t, t]`` or None."""
+    q, k, v = _split(F.linear(x, w_in, b_in), 3, options.heads)
+    return _finish(q, k, v, x.shape[1], options, w_out, b_out)
+
+
+def encdec_attention(
+    options: Options,
+    x: Tensor,
+    y: Tensor,
+    w_q: Tensor,
+    w_kv: Tensor,
+    w_out: Tensor,
+    b_q: Tensor | None,
+    b_kv: Tensor | None,
+    b_out: Tensor | None,
+) -> Results:
+    """The same: queries from ``x`` ``[t, b, e]``, keys and values from ``y`` ``[s, b, e]``."""
+    (q,) = _split(F.linear(x, w_q, b_q), 1, options.heads)
+    k, v = _split(F.linear(y, w_kv, b_kv), 2, options.heads)
+    return _finish(q, k, v, x.shape[1], options, w_out, b_out)
+
+
+def with_norm_and_residual(
+    function: Callable[..., Results],
+    options: Options,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    *rest: Tensor | None,
+) -> Results:
+    """``x + dropout(function(layer_norm(x), ...))``."""
+    y, weights = function(options, FastLayerNormFN.apply(x, gamma, beta, EPS), *rest)
+    return x + dropout(y, options.p), weights
+
+
+def call(
+    function: Callable[..., Results],
+    check: Callable[..., None],
+    name: str,
+    options: Options,
+    *tensors: Tensor | None,
+) -> Results:
+    """Call ``function`` in the dtype that the device multiplies; autocast is off inside.
+
+    Under autocast all tensors are cast to its dtype. On CPUs without float16 products the function
+    computes in float32, and its results are rounded. ``check`` sees the tensors before.
+    """
+    tensors = autocast(*tensors)
+    check(name, options, *tensors)
+    return plainly(tensors[0], _call, function, options, *tensors)
+
+
+def _call(function: Callable[..., Results], options: Options, *tensors: Tensor | None) -> Results:
+    x = tensors[0]
+    if not needs_float32(x, *[t for t in tensors[1:] if t is not None]):
+        return function(options, *tensors)
+    output, weights = function(options, *[t if t is None else t.float() for t in tensors])
+    return output.to(x.dtype), weights if weights is None else weights.to(x.dtype)

@@ -1,0 +1,93 @@
+"""What both modules of attention have: a layer norm's parameters, old keys, and arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_probability
+
+__all__ = ["Attention", "jit_dropout_add"]
+
+# Names that Apex gave the layer norm's parameters in one of its variants, and those in use.
+_OLD_KEYS = {
+    "lyr_nrm.weight": "lyr_nrm_gamma_weights",
+    "lyr_nrm.bias": "lyr_nrm_beta_weights",
+    "lyr_norm_gamma_weights": "lyr_nrm_gamma_weights",
+    "lyr_norm_beta_weights": "lyr_nrm_beta_weights",
+}
+
+
+class Attention(nn.Module):
+    """Sizes, probability and the layer norm of an attention module."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float,
+        bias: bool,
+        include_norm_add: bool,
+        impl: str,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"{name}: embed_dim must be a positive multiple of num_heads, got {embed_dim} and "
+                f"{num_heads}."
+            )
+        if impl not in ("fast", "default"):
+            raise ValueError(f"{name}: impl must be 'fast' or 'default', got {impl!r}.")
+        check_probability(name, dropout)
+        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.head_dim = embed_dim // num_heads
+        self.bias, self.include_norm_add, self.impl = bias, include_norm_add, impl
+        self.scaling = self.head_dim**-0.5
+
+    def _add(self, name: str, *shape: int, wanted: bool = True) -> None:
+        self.register_parameter(name, nn.Parameter(torch.empty(shape)) if wanted else None)
+
+    def _add_norm(self) -> None:
+        for name in ("lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"):
+            self._add(name, self.embed_dim, wanted=self.include_norm_add)
+
+    def _reset_vectors(self) -> None:
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                nn.init.constant_(parameter, 1.0 if "gamma" in name else 0.0)
+
+    def _norm(self) -> tuple[Tensor, ...]:
+        if not self.include_norm_add:
+            return ()
+        return self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for old, new in _OLD_KEYS.items():
+            if self.include_norm_add and prefix + old in state_dict:
+                state_dict.setdefault(prefix + new, state_dict.pop(prefix + old))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _mask(
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    ) -> tuple[Tensor | None, bool]:
+        """The mask, and whether it is a time mask."""
+        if key_padding_mask is not None and attn_mask is not None:
+            raise ValueError(
+                f"{type(self).__name__}: pass key_padding_mask or attn_mask, not both; to hide by "
+                "both, use torch.nn.functional.scaled_dot_product_attention."
+            )
+        return (key_padding_mask, False) if attn_mask is None else (attn_mask, True)
+
+
+def jit_dropout_add(x: Tensor, residual: Tensor, prob: float, is_training: bool) -> Tensor:
+    """``residual + dropout(x)``, of one shape ``[..., n]``; ``prob`` in ``[0, 1]``.
+
+    What is dropped depends on one number drawn from the default generator, and on the index.
+    """
+    from .attention import dropout
+
+    check_probability("jit_dropout_add", prob)
+    return residual + dropout(x, prob if is_training else 0.0)

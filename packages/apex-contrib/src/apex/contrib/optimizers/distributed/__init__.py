@@ -1,0 +1,1 @@
+"""What distributed optimizers stand on: layout of shards, collectives, gradients, checkpoints."""

@@ -1,0 +1,132 @@
+"""Checks of DistributedFusedAdam's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "DistributedFusedAdam"
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_dtypes(dtype: torch.dtype, grad_sync_dtype: torch.dtype) -> None:
+    """Raise ValueError unless states and gradients are of a dtype that kernels know."""
+    for name, value in (("dtype", dtype), ("grad_sync_dtype", grad_sync_dtype)):
+        if value not in FLOATS:
+            raise ValueError(
+                f"{NAME}: {name} must be torch.float32, float16 or bfloat16, got {value}."
+            )
+
+
+def check_options(given: dict[str, Any]) -> None:
+    """Raise for options that exclude each other; ``given`` are the constructor's arguments."""
+    dtype, sync = given["dtype"], given["param_sync_dtype"] or given["dtype"]
+    if given["amsgrad"]:
+        raise RuntimeError(f"{NAME}: amsgrad=True is not supported; use torch.optim.AdamW.")
+    check_dtypes(dtype, given["grad_sync_dtype"] or dtype)
+    if given["capturable"] and (given["with_scaled_states"] or given["store_param_remainders"]):
+        raise RuntimeError(
+            f"{NAME}: capturable=True works with neither with_scaled_states nor "
+            "store_param_remainders; leave one of them out."
+        )
+    if given["store_param_remainders"]:
+        if given["store_params"]:
+            raise RuntimeError(
+                f"{NAME}: store_param_remainders=True keeps what bfloat16 parameters lack, instead "
+                "of whole parameters; pass store_params=False, too."
+            )
+        if dtype != torch.float32 or sync != torch.bfloat16:
+            raise RuntimeError(
+                f"{NAME}: store_param_remainders=True needs dtype=torch.float32 and "
+                f"param_sync_dtype=torch.bfloat16, got {dtype} and {sync}."
+            )
+    if given["with_scaled_states"]:
+        fits = given["store_params"] and dtype.itemsize == 2 and sync != torch.float32
+        if not fits or given["store_param_remainders"]:
+            raise RuntimeError(
+                f"{NAME}: with_scaled_states=True needs store_params=True, dtype float16 or "
+                "bfloat16, a param_sync_dtype other than float32 and no remainders, got "
+                f"store_params={given['store_params']}, {dtype} and {sync}."
+            )
+    for name, low in (("bucket_cap_mb", 0), ("pipeline_size", 1)):
+        if not given[name] >= low:
+            raise ValueError(f"{NAME}: {name} must be >= {low}, got {given[name]}.")
+
+
+def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:
+    """Raise RuntimeError where buffers cannot be registered with NCCL."""
+    if not given["nccl_ub"]:
+        return
+    if not given["contiguous_grad_buffer"]:
+        raise RuntimeError(f"{NAME}: nccl_ub=True needs contiguous_grad_buffer=True.")
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"{NAME}: nccl_ub=True needs parameters on a GPU, whose buffers NCCL can register; "
+            f"got {device}. Leave it out."
+        )
+    if find_spec("apex.contrib.nccl_allocator") is None:
+        raise RuntimeError(
+            f"{NAME}: nccl_ub=True needs apex.contrib.nccl_allocator, which this release of "
+            "apex-contrib does not have. Leave it out."
+        )
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for a hyper-parameter that is out of range."""
+    betas, lr = group["betas"], group["lr"]
+    if not isinstance(lr, Tensor) and not lr >= 0:
+        raise ValueError(f"{NAME}: lr must be >= 0, got {lr}.")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{NAME}: betas must be two numbers in [0, 1), got {betas}.")
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{NAME}: {name} must be >= 0, got {group[name]}.")
+
+
+def device_of(params: Iterable[Tensor], given: torch.device | str) -> torch.device:
+    """Where the state lives: the device of the parameters, if it is the one that was given.
+
+    ``"cuda"``, the default, stands for it.
+
+    Raises:
+        RuntimeError: the parameters lie elsewhere, or on several devices.
+        TypeError: a parameter is not real floating point.
+    """
+    devices = set()
+    for param in params:
+        devices.add(param.device)
+        if not param.is_floating_point():
+            raise TypeError(f"{NAME}: params must be floating point, got {param.dtype}.")
+        if param.layout != torch.strided:
+            raise TypeError(f"{NAME}: params must be dense, got one of layout {param.layout}.")
+    if len(devices) != 1:
+        names = sorted(map(str, devices))
+        raise RuntimeError(f"{NAME}: params must be on one device, got {names}.")
+    device = devices.pop()
+    wanted = torch.device(given)
+    is_default = wanted == torch.device("cuda")
+    if not is_default and not devices_match(device, wanted):
+        raise RuntimeError(f"{NAME}: device is {wanted}, but the parameters are on {device}.")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise RuntimeError(
+            f"{NAME}: the parameters are on {device}, but the current device is "
+            f"cuda:{torch.cuda.current_device()}. Call torch.cuda.set_device first."
+        )
+    return device
+
+
+def devices_match(first: torch.device | str | None, second: torch.device | str | None) -> bool:
+    """Whether two devices are the same, where no index stands for the current one."""
+    one, other = (torch.device("cuda" if d is None else d) for d in (first, second))
+    if one.type != other.type:
+        return False
+    if one.type == "cpu" or one.index == other.index:
+        return True
+    current = torch.get_device_module(one).current_device()
+    return (one.index if one.index is not None else current) == (
+        other.index if other.index is not None else current
+    )

@@ -1,0 +1,181 @@
+"""State dicts that hold whole parameters (format 2), for any number of ranks and any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import local_states
+from .arguments import NAME
+from .collectives import all_gather
+from .held_values import KEYS, read, send_parameters, value_dtype, write
+from .layout import flat_like, shaped_view
+from .plans import agree
+
+_MASTERS = ("param", "master_param")  # ours, and FusedAdam's
+_GIVEN_UP = ("amsgrad", "maximize")  # of torch's Adam, which this optimizer has not
+
+
+def save(optimizer: Any, state_dict_format: int | None, gather_on_root: bool | None) -> Any:
+    """What ``state_dict`` returns; a collective call.
+
+    Raises:
+        ValueError: another format than 1 or 2, or ``gather_on_root`` with format 2.
+    """
+    form = 2 if state_dict_format is None else state_dict_format
+    if form not in (1, 2):
+        raise ValueError(f"{NAME}.state_dict: state_dict_format must be 1 or 2, got {form}.")
+    optimizer.param_sync()
+    if form == 1:
+        return local_states.save(optimizer, True if gather_on_root is None else gather_on_root)
+    if gather_on_root is not None:
+        raise ValueError(f"{NAME}.state_dict: gather_on_root is only for state_dict_format=1.")
+    step = int(optimizer.state["step"])
+    state: dict[Any, Any] = {"step": step}
+    params = list(optimizer.parameters())
+    flats = {
+        index: {key: torch.empty(p.numel(), dtype=value_dtype(optimizer)) for key in KEYS}
+        for index, p in enumerate(params)
+        if "fragments" in optimizer.state[p]
+    }
+    for key in KEYS:
+        for bucket_id in range(len(optimizer.state["buckets"])):
+            _collect(optimizer, bucket_id, key, flats)
+    for index, entry in flats.items():
+        state[index] = {k: shaped_view(params[index], v).contiguous() for k, v in entry.items()}
+        state[index]["step"] = torch.tensor(float(step))  # where torch.optim counts steps
+    groups = local_states.pack_groups(optimizer)
+    return {"state": state, "param_groups": groups, "format": 2}
+
+
+@torch.no_grad()
+def _collect(optimizer: Any, bucket_id: int, key: str, flats: dict[int, dict[str, Tensor]]) -> None:
+    """Gather one state of a bucket, and cut it into whole parameters on the host."""
+    bucket = optimizer.state["buckets"][bucket_id]
+    dtype = value_dtype(optimizer)
+    shard = torch.zeros(bucket.shard_size, dtype=dtype, device=bucket.device)
+    for fragment in bucket.local_fragments():
+        shard[slice(*fragment.shard_range)] = read(optimizer, bucket, fragment, key)
+    whole = torch.empty(bucket.bucket_size, dtype=dtype, device=bucket.device)
+    work = all_gather(whole, shard, optimizer.groups)
+    if work is not None:
+        work.wait()
+    whole = whole.cpu()
+    starts = group_starts(optimizer)
+    for fragment in bucket.fragments:
+        flat = flats[starts[fragment.param_group_id] + fragment.param_id][key]
+        flat[slice(*fragment.param_range)] = whole[slice(*fragment.bucket_range)]
+
+
+def group_starts(optimizer: Any) -> list[int]:
+    """The index of each group's first parameter, as torch numbers them."""
+    starts, count = [], 0
+    for group in optimizer.param_groups:
+        starts.append(count)
+        count += len(group["params"])
+    return starts
+
+
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Take a state of either format, of torch.optim.AdamW or of FusedAdam; a collective call.
+
+    Raises:
+        ValueError: it does not fit the parameters, or its format is unknown. Nothing has changed.
+    """
+    form = state_dict.get("format")
+    if form is None:
+        is_local = "gathered_states" in state_dict or "buckets" in state_dict.get("state", {})
+        form = 1 if is_local else 2
+    if form not in (1, 2):
+        raise ValueError(f"{NAME}.load_state_dict: format must be 1 or 2, got {form!r}.")
+    optimizer.param_sync()
+    if form == 1:
+        local_states.load(optimizer, state_dict)
+        return
+    local_states.check_groups(optimizer, state_dict["param_groups"])
+    _check_options(optimizer, state_dict["param_groups"])
+    state = state_dict["state"]
+    indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+    pairs = zip(optimizer.parameters(), indices, strict=True)
+    entries = [(param, _checked(param, state[i], i)) for param, i in pairs if i in state]
+    step = _count_of(state_dict, [entry for _, entry in entries])
+    local_states.take_groups(optimizer, state_dict["param_groups"])
+    _fill(optimizer, entries)
+    local_states.set_step(optimizer, step)
+
+
+def _checked(param: Tensor, entry: dict[str, Any], index: int) -> dict[str, Any]:
+    """A parameter's saved values by our keys."""
+    found = {key: entry[key] for key in ("exp_avg", "exp_avg_sq") if key in entry}
+    for key in _MASTERS:
+        if entry.get(key) is not None:
+            found["param"] = entry[key]
+    for key, value in found.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise ValueError(
+                f"{NAME}.load_state_dict: state {index}[{key!r}] must be a floating-point tensor, "
+                f"got {type(value).__name__ if not isinstance(value, Tensor) else value.dtype}."
+            )
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{NAME}.load_state_dict: state {index}[{key!r}] has shape {list(value.shape)}, "
+                f"but the parameter has {list(param.shape)}. The checkpoint is of another model."
+            )
+    return {**found, "step": entry.get("step")}
+
+
+def _check_options(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        given_up = [name for name in _GIVEN_UP if group.get(name)]
+        if given_up:
+            raise ValueError(
+                f"{NAME}.load_state_dict: the state comes from an optimizer with {given_up[0]}="
+                "True, which this one does not support."
+            )
+        decoupled = group.get("decoupled_weight_decay", bool(optimizer.adam_w_mode))
+        if decoupled != bool(optimizer.adam_w_mode) and group.get("weight_decay"):
+            raise ValueError(
+                f"{NAME}.load_state_dict: the state comes from an optimizer with decoupled weight "
+                f"decay {decoupled}: give {NAME} adam_w_mode={decoupled}."
+            )
+
+
+def _count_of(state_dict: dict[str, Any], entries: list[dict[str, Any]]) -> int:
+    """The one count of steps, wherever the state has it."""
+    count = state_dict["state"].get("step")
+    if count is not None:
+        return int(count)
+    counts = {int(e["step"]) for e in entries if e["step"] is not None}
+    counts |= {int(g["step"]) for g in state_dict["param_groups"] if g.get("step") is not None}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{NAME}.load_state_dict: parameters have taken different numbers of steps, "
+            f"{sorted(counts)}; this optimizer counts them for all at once."
+        )
+    return counts.pop() if counts else 0
+
+
+@torch.no_grad()
+def _fill(optimizer: Any, entries: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    optimizer.init_params()
+    optimizer.init_params([param for param, _ in entries])
+    agree(optimizer)
+    has_masters = False
+    for param, entry in entries:
+        for key in KEYS:
+            values = entry.get(key)
+            has_masters |= key == "param" and values is not None
+            if values is None and key == "param":
+                values = param
+            flat = None if values is None else flat_like(param, values)
+            for fragment in optimizer.state[param]["fragments"]:
+                if not fragment.in_local_shard:
+                    continue
+                bucket = optimizer.state["buckets"][fragment.bucket_id]
+                begin, end = fragment.shard_param_range
+                part = torch.zeros(end - begin) if flat is None else flat[begin:end]
+                write(optimizer, bucket, fragment, key, part)
+    if has_masters:
+        send_parameters(optimizer)

@@ -1,0 +1,240 @@
+"""Collectives over the groups of a distributed optimizer, as each backend does them best."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+AVERAGING = ("gloo", "nccl")  # backends with ReduceOp.AVG
+
+
+class Groups:
+    """The process groups of a distributed optimizer.
+
+    Args:
+        process_group: all ranks with the same parameters; by default all.
+        distributed: over which the state is divided; by default ``process_group``.
+        redundant: ranks that hold the same shard; by default this rank alone.
+
+    Raises:
+        RuntimeError: their sizes do not multiply, or there is no process group.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        distributed: dist.ProcessGroup | None,
+        redundant: dist.ProcessGroup | None,
+        owner: str,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"{owner}: torch.distributed is not initialized. Call "
+                "torch.distributed.init_process_group first, and start the script with torchrun."
+            )
+        self.all = dist.group.WORLD if process_group is None else process_group
+        self.distributed = self.all if distributed is None else distributed
+        self.redundant = redundant
+        self.size = dist.get_world_size(self.all)
+        self.shards = dist.get_world_size(self.distributed)
+        self.copies = 1 if redundant is None else dist.get_world_size(redundant)
+        if self.size != self.shards * self.copies:
+            raise RuntimeError(
+                f"{owner}: process_group has {self.size} ranks, expected the product of "
+                f"distributed_process_group ({self.shards}) and redundant_process_group "
+                f"({self.copies})."
+            )
+        self.rank = dist.get_rank(self.all)
+        self.shard = dist.get_rank(self.distributed)
+        self.copy = 0 if redundant is None else dist.get_rank(redundant)
+        if min(self.rank, self.shard, self.copy) < 0:
+            raise RuntimeError(
+                f"{owner}: this process, rank {dist.get_rank()}, is not in every process group "
+                "that was given. Give each process the groups that it belongs to."
+            )
+
+    @property
+    def root(self) -> int:
+        """The global rank of the first process."""
+        return dist.get_global_rank(self.all, 0)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that moves tensors of a device: ``gloo``, ``nccl``, ``mpi`` or another."""
+    return group._get_backend(device).name().lower()
+
+
+class Reduction:
+    """A bucket's sum or average over all ranks under way; :meth:`wait` gives this rank's shard.
+
+    gloo's reduce_scatter is an all_reduce underneath, and spends most of its time before it
+    returns. There the bucket is reduced over all ranks at once, and the shard cut out.
+
+    Args:
+        bucket: consumed; of equal shards.
+        average: over all ranks; else the sum.
+        divide_first: divide before the sum, and sum, where the backend's average must not be used.
+    """
+
+    def __init__(
+        self, bucket: Tensor, groups: Groups, average: bool, divide_first: bool = False
+    ) -> None:
+        self._works: list[Any] = []
+        self.has_own_memory = False  # the shard; else it is a part of the bucket
+        shard_size = bucket.numel() // groups.shards
+        self._shard = bucket[shard_size * groups.shard : shard_size * (groups.shard + 1)]
+        if groups.size == 1:
+            return
+        backend = backend_of(groups.all, bucket.device)
+        operation = dist.ReduceOp.SUM
+        if average and (divide_first or backend not in AVERAGING):
+            bucket.div_(groups.size)
+        elif average:
+            operation = dist.ReduceOp.AVG
+        if backend == "gloo":
+            self._works.append(dist.all_reduce(bucket, operation, groups.all, async_op=True))
+            return
+        if groups.shards > 1:
+            self._shard, self.has_own_memory = torch.empty_like(self._shard), True
+            work = dist.reduce_scatter_tensor(
+                self._shard, bucket, operation, groups.distributed, async_op=True
+            )
+            self._works.append(work)
+        if groups.copies > 1:
+            if self._works:
+                self._works.pop().wait()  # NCCL: orders streams
+            work = dist.all_reduce(self._shard, operation, groups.redundant, async_op=True)
+            self._works.append(work)
+
+    def wait(self) -> Tensor:
+        """This rank's shard: a part of the bucket's memory, or memory of its own."""
+        while self._works:
+            self._works.pop(0).wait()
+        return self._shard
+
+
+def all_gather(out: Tensor, shard: Tensor, groups: Groups) -> Any:
+    """Start to gather equal shards; returns what to wait for, or None if nothing is to be done.
+
+    Bytes are sent, because gloo refuses some dtypes. ``shard`` may be its own part of ``out``.
+    """
+    mine = out[shard.numel() * groups.shard : shard.numel() * (groups.shard + 1)]
+    if groups.shards == 1:
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        return None
+    return dist.all_gather_into_tensor(
+        out.view(torch.uint8), shard.view(torch.uint8), groups.distributed, async_op=True
+    )
+
+
+def broadcast(tensors: Sequence[Tensor], groups: Groups, limit_bytes: int = 25 << 20) -> None:
+    """Overwrite tensors by those of the first rank, several in one message.
+
+    Args:
+        tensors: dense; the same shapes and dtypes on all ranks.
+    """
+    if groups.size == 1:
+        return
+    batch: list[Tensor] = []
+
+    def send() -> None:
+        flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+        dist.broadcast(flat.view(torch.uint8), groups.root, groups.all)
+        parts = flat.split([tensor.numel() for tensor in batch])
+        for tensor, part in zip(batch, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+        batch.clear()
+
+    size = 0
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        if batch and (kind != (batch[0].dtype, batch[0].device) or size >= limit_bytes):
+            send()
+            size = 0
+        if tensor.numel():
+            batch.append(tensor)
+            size += tensor.numel() * tensor.element_size()
+    if batch:
+        send()
+
+
+def check_alike(facts: Any, what: str, groups: Groups, device: torch.device, owner: str) -> None:
+    """Compare what all ranks must have alike, by a hash.
+
+    Args:
+        facts: anything whose ``repr`` says it.
+        what: its name for the message.
+
+    Raises:
+        RuntimeError: on every rank, if some rank has another.
+    """
+    if groups.size == 1:
+        return
+    digest = hashlib.sha256(repr(facts).encode()).digest()[:7]
+    mine = torch.tensor([int.from_bytes(digest, "little")], device=device)
+    every = mine.new_empty(groups.size)
+    dist.all_gather_into_tensor(every, mine, groups.all)
+    numbers = every.tolist()
+    odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
+    if odd:
+        raise RuntimeError(
+            f"{owner}: ranks {odd} of process_group differ from rank 0 in {what}. All ranks must "
+            "build the same model and give the optimizer the same arguments, in the same order."
+        )
+
+
+class _CoalescingManager:
+    """Works of collectives that are to be waited for together."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def append(self, work: Any) -> None:
+        """Note a work; None is ignored."""
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self) -> None:
+        """Wait for all works noted so far."""
+        while self.works:
+            self.works.pop(0).wait()
+
+
+@contextmanager
+def _coalescing_manager(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    async_ops: bool = False,
+) -> Iterator[_CoalescingManager]:
+    """Group collectives: torch's way on NCCL, and elsewhere by keeping their works.
+
+    torch's own raises with gloo, and leaves the group in a state in which collectives do nothing.
+
+    Args:
+        async_ops: the caller waits, by ``wait()`` of what this yields; else the end of the block.
+    """
+    group = dist.group.WORLD if group is None else group
+    device = torch.device("cpu") if device is None else torch.device(device)
+    manager = _CoalescingManager()
+    if device.type != "cpu" and backend_of(group, device) == "nccl":
+        native = getattr(dist.distributed_c10d, "_coalescing_manager")  # noqa: B009  (private)
+        with native(group=group, device=device, async_ops=async_ops) as inner:
+            yield manager
+        if async_ops:
+            manager.append(inner)
+        return
+    yield manager
+    if not async_ops:
+        manager.wait()
+
+
+def _coalescing_manager_append_work(manager: _CoalescingManager, work: Any) -> None:
+    """Have ``manager`` wait for a work, too."""
+    manager.append(work)

@@ -1,0 +1,300 @@
+"""From gradients to reduced shards: hooks, copies into buckets, and reductions in bucket order.
+
+All ranks reduce all buckets in the same order, in rounds: one for each backward pass that is not
+under ``no_sync``. A bucket leaves during the pass when all its gradients have arrived and the
+buckets before it have left. The end of the pass sends the others, with zeros for gradients that
+did not arrive, so ranks may use different parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
+
+from .arguments import NAME
+from .buffers import slots_of
+from .collectives import Reduction
+from .layout import GradientBucket, GradientStatus, flat_like
+from .plans import agree, trainable
+
+
+def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
+    """What a parameter calls when autograd has added to its gradient."""
+    owner = weakref.ref(optimizer)
+
+    def hook(*unused: Any) -> None:
+        optimizer = owner()
+        if optimizer is None or not param.requires_grad or param.grad is None:
+            return
+        with optimizer._lock:
+            fragments = optimizer.state[param].get("fragments")
+            if fragments is None:
+                optimizer.arrivals.setdefault(id(param))
+                return
+            if optimizer._params_buckets or optimizer.late:
+                optimizer.check_was_current(param)
+            if optimizer.greedy_grad_copy:
+                optimizer._grad_copy(param)
+                if optimizer.overlap_grad_sync:
+                    optimizer._try_start_bucket_grad_sync(params=[param])
+
+    return hook
+
+
+def copy_gradient(optimizer: Any, param: Tensor) -> None:
+    """Add a parameter's gradient to its buckets, and take it from the parameter.
+
+    Copies of one bucket are made together, as late as the bucket is needed.
+
+    Raises:
+        NotImplementedError: the gradient is sparse.
+    """
+    grad = param.grad
+    if grad is None:
+        return
+    if grad.layout != torch.strided:
+        raise NotImplementedError(
+            f"{NAME}: a parameter of shape {list(param.shape)} has a gradient of layout "
+            f"{grad.layout}; only dense gradients can be sharded. Build embeddings with "
+            "sparse=False."
+        )
+    if grad.requires_grad:
+        grad = grad.detach()
+    is_plain = grad.is_contiguous() and param.is_contiguous()
+    flat = grad.view(-1) if is_plain else flat_like(param, grad)
+    in_place = False
+    for fragment in optimizer.state[param]["fragments"]:
+        begin, end = fragment.param_range
+        if begin == end:
+            continue
+        bucket = optimizer.grads_buckets[fragment.bucket_id]
+        if bucket.status is GradientStatus.SYNCING:
+            finish_bucket(optimizer, fragment.bucket_id)
+        slot = slots_of(optimizer, fragment.bucket_id)[fragment.bucket_range[0]]
+        part = flat if end - begin == flat.numel() else flat[begin:end]
+        if slot.data_ptr() == part.data_ptr():
+            in_place = True
+        elif fragment.bucket_range[0] in bucket.written or optimizer.contiguous_grad_buffer:
+            if fragment.bucket_range[0] in bucket.adding:
+                flush(bucket)  # a slot may not stand in a list twice
+            bucket.adding.add(fragment.bucket_range[0])
+            bucket.additions.append((slot, part))
+        else:
+            bucket.copies.append((slot, part))
+        bucket.written.add(fragment.bucket_range[0])
+        if len(bucket.copies) + len(bucket.additions) == len(bucket.slots):
+            flush(bucket)
+    if not in_place:
+        param.grad = None
+
+
+def flush(bucket: GradientBucket) -> None:
+    """Make the copies that were put off."""
+    for pairs, operation in (
+        (bucket.copies, torch._foreach_copy_),
+        (bucket.additions, torch._foreach_add_),
+    ):
+        if pairs:
+            targets, sources = map(list, zip(*pairs, strict=True))
+            with torch.no_grad():
+                operation(targets, sources)
+            pairs.clear()
+    bucket.adding.clear()
+
+
+def try_start(optimizer: Any, params: Iterable[Tensor], ignore_last_bucket: bool) -> None:
+    """Note that gradients have arrived, and reduce the buckets that may leave."""
+    last = len(optimizer.state["buckets"]) - 1 if ignore_last_bucket else None
+    if not optimizer.plan_is_agreed:
+        return
+    for param in params:
+        for fragment in optimizer.state[param]["fragments"]:
+            bucket = optimizer.grads_buckets[fragment.bucket_id]
+            if fragment in bucket.grads_generated:  # another pass has begun
+                finish_round(optimizer)
+            bucket.grads_generated.add(fragment)
+            bucket.status = GradientStatus.PARTIALLY_FILLED
+    if optimizer.round.expected is None:
+        begin_round(optimizer)
+    current = optimizer.round
+    if current.expected is None:
+        return
+    if optimizer.contiguous_grad_buffer and not current.ends_with_backward:
+        return  # autograd would write where a reduction still reads
+    while current.next < len(current.expected):
+        bucket = optimizer.grads_buckets[current.next]
+        if current.next == last or len(bucket.grads_generated) < current.expected[current.next]:
+            return
+        bucket.status = GradientStatus.FULLY_FILLED
+        start_bucket(optimizer, current.next)
+        current.next += 1
+
+
+class Round:
+    """How far the reductions of the current backward pass are.
+
+    Attributes:
+        expected: how many fragments of each bucket will get gradients; None before the pass.
+        next: the bucket that leaves next.
+        ends_with_backward: whether the engine calls :func:`finish_round` at the end of the pass.
+    """
+
+    def __init__(self) -> None:
+        self.expected: list[int] | None = None
+        self.next = 0
+        self.ends_with_backward = False
+
+
+def begin_round(optimizer: Any) -> None:
+    """Count what will come, and have the engine call back at the end of the pass.
+
+    Not where a parameter has no buckets yet: all ranks must agree first, after the pass.
+    """
+    current = optimizer.round = Round()
+    params = trainable(optimizer)
+    if not all("fragments" in optimizer.state[param] for param in params):
+        optimizer.plan_is_agreed = False
+        return
+    current.expected = [0] * len(optimizer.state["buckets"])
+    for param in params:
+        for fragment in optimizer.state[param]["fragments"]:
+            current.expected[fragment.bucket_id] += 1
+    if in_nested_backward():
+        return
+    owner = weakref.ref(optimizer)
+
+    def end() -> None:
+        optimizer = owner()
+        if optimizer is not None and optimizer.round is current:
+            with optimizer._lock:
+                finish_round(optimizer)
+                if optimizer.contiguous_grad_buffer:
+                    finish_all(optimizer)
+
+    try:
+        Variable._execution_engine.queue_callback(end)
+        current.ends_with_backward = True
+    except RuntimeError:
+        return  # a call by the user, after backward: grad_sync() will finish the round
+
+
+def in_nested_backward() -> bool:
+    """Whether a backward runs in another one, as reentrant checkpoints do.
+
+    The engine would then call back at the end of the inner one.
+    """
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    # Threads of the engine, which work for GPUs, have no frame of the outermost backward.
+    of_engine = isinstance(threading.current_thread(), threading._DummyThread)
+    return depth > (0 if of_engine else 1)
+
+
+def finish_round(optimizer: Any) -> None:
+    """Reduce the buckets that have not left yet."""
+    buckets = optimizer.state["buckets"]
+    for bucket_id in range(optimizer.round.next, len(buckets)):
+        start_bucket(optimizer, bucket_id)
+    optimizer.round = Round()
+    optimizer.is_reduced = True
+    optimizer.drop_norm()
+
+
+def start_bucket(optimizer: Any, bucket_id: int) -> None:
+    """Start the reduction of what a bucket holds; zeros where nothing has come."""
+    bucket = optimizer.grads_buckets[bucket_id]
+    if bucket.sync_request is not None:
+        finish_bucket(optimizer, bucket_id)
+    while len(optimizer.reducing) >= optimizer.pipeline_size:
+        finish_bucket(optimizer, optimizer.reducing[0])
+    slots_of(optimizer, bucket_id)
+    flush(bucket)
+    optimizer.reducing.append(bucket_id)
+    with torch.no_grad(), on_stream(optimizer, bucket_id, bucket.grads_bucket):
+        bucket.sync_request = Reduction(
+            bucket.grads_bucket, optimizer.groups, optimizer.average_grad_sync, optimizer.nccl_ub
+        )
+    bucket.status = GradientStatus.SYNCING
+    bucket.grads_generated.clear()
+    bucket.written.clear()
+
+
+def finish_bucket(optimizer: Any, bucket_id: int) -> None:
+    """Wait for a reduction, and add its result to what was reduced before."""
+    bucket = optimizer.grads_buckets[bucket_id]
+    with torch.no_grad(), on_stream(optimizer, bucket_id):
+        shard = bucket.sync_request.wait()
+        is_part = shard.numel() < bucket.grads_bucket.numel()
+        leaves_bucket = is_part or optimizer.contiguous_grad_buffer
+        if bucket.grads_shard is not None:
+            bucket.grads_shard.add_(shard)
+        elif leaves_bucket and not bucket.sync_request.has_own_memory:
+            bucket.grads_shard = shard.clone()  # frees the bucket
+        else:
+            bucket.grads_shard = shard
+        if optimizer.contiguous_grad_buffer:
+            bucket.grads_bucket.zero_()
+        else:
+            bucket.grads_bucket, bucket.slots = None, {}
+    join_stream(optimizer, bucket_id, bucket.grads_shard)
+    bucket.sync_request, bucket.status = None, GradientStatus.READY
+    optimizer.reducing.remove(bucket_id)
+
+
+def finish_all(optimizer: Any) -> None:
+    """Wait for all reductions."""
+    while optimizer.reducing:
+        finish_bucket(optimizer, optimizer.reducing[0])
+
+
+def sync(optimizer: Any) -> None:
+    """Have all gradients reduced; a collective call."""
+    agree(optimizer)
+    for param in trainable(optimizer):
+        if param.grad is not None and not is_own_view(optimizer, param):
+            optimizer._grad_copy(param)
+    has_news = any(bucket.written for bucket in optimizer.grads_buckets.values())
+    if has_news or optimizer.round.next or not optimizer.is_reduced:
+        finish_round(optimizer)
+    finish_all(optimizer)
+
+
+def is_own_view(optimizer: Any, param: Tensor) -> bool:
+    """Whether the gradient is a view of a contiguous buffer, where it needs no copy."""
+    fragments = optimizer.state[param]["fragments"]
+    if not optimizer.contiguous_grad_buffer or len(fragments) != 1:
+        return False
+    slot = slots_of(optimizer, fragments[0].bucket_id)[fragments[0].bucket_range[0]]
+    return slot.data_ptr() == param.grad.data_ptr()
+
+
+def on_stream(optimizer: Any, index: int, *reads: Tensor) -> Any:
+    """Context: work goes to a side stream of an accelerator, behind what is queued now."""
+    if not optimizer.streams:
+        return nullcontext()
+    module = torch.get_device_module(optimizer.device)
+    stream = optimizer.streams[index % len(optimizer.streams)]
+    stream.wait_stream(module.current_stream())
+    for tensor in reads:
+        tensor.record_stream(stream)
+    return module.stream(stream)
+
+
+def join_stream(optimizer: Any, index: int, *results: Tensor) -> None:
+    """Make the current stream wait for a side stream, whose results it will read."""
+    if optimizer.streams:
+        current = torch.get_device_module(optimizer.device).current_stream()
+        current.wait_stream(optimizer.streams[index % len(optimizer.streams)])
+        for tensor in results:
+            tensor.record_stream(current)

@@ -1,0 +1,167 @@
+"""State dicts of each rank's own shares (format 1), and what state dicts say of groups."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .arguments import NAME, check_group
+from .plans import agree
+
+_SHARDS = ("params_shard", "param_remainders_shard", "exp_avg_shard", "exp_avg_sq_shard")
+
+
+def pack_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Parameter groups with indices, as torch numbers them, in place of parameters."""
+    packed, count = [], 0
+    for group in optimizer.param_groups:
+        size = len(group["params"])
+        numbers = {k: _plain(v) for k, v in group.items() if k != "params"}
+        packed.append({**numbers, "params": list(range(count, count + size))})
+        count += size
+    return packed
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def check_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless saved groups fit, and their numbers are in range."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"{NAME}.load_state_dict: the optimizer has groups of {sizes} parameters, but the "
+            f"state has groups of {saved_sizes}."
+        )
+    for group, loaded in zip(optimizer.param_groups, saved, strict=True):
+        check_group({**group, **loaded})
+
+
+def take_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+    """Take hyper-parameters, and whatever else a saved group holds."""
+    for group, loaded in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in loaded.items():
+            if key in ("params", "step"):
+                continue
+            if key == "lr" and optimizer.capturable:
+                group["lr"].fill_(float(value))
+            else:
+                group[key] = float(value) if key == "lr" else value
+
+
+def set_step(optimizer: Any, step: int) -> None:
+    """Set the count of steps, where it is kept."""
+    if optimizer.capturable:
+        optimizer.state["step"].fill_(step)
+    else:
+        optimizer.state["step"] = step
+
+
+def save(optimizer: Any, gather_on_root: bool) -> dict[str, Any] | None:
+    """This rank's shares; or on the first rank everybody's, as bytes, and None on the others.
+
+    Raises:
+        NotImplementedError: states with scales.
+    """
+    warnings.warn(
+        f"{NAME}.state_dict: format 1 loads only with the same ranks and options; use format 2.",
+        FutureWarning,
+        stacklevel=5,
+    )
+    if optimizer.with_scaled_states:
+        raise NotImplementedError(f"{NAME}.state_dict: format 1 has no scaled states; use 2.")
+    buckets = [
+        {k: v.cpu() for k in _SHARDS if (v := getattr(bucket, k)) is not None}
+        for bucket in optimizer.state["buckets"]
+    ]
+    state = {
+        "buckets": buckets,
+        "step": int(optimizer.state["step"]),
+        "layout": _layout(optimizer),
+    }
+    local = {"state": state, "param_groups": pack_groups(optimizer), "format": 1}
+    if not gather_on_root:
+        return local
+    stream = io.BytesIO()
+    torch.save(local, stream)
+    mine = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+    gathered = _gather(optimizer, mine)
+    return None if gathered is None else {"gathered_states": gathered, "format": 1}
+
+
+def _layout(optimizer: Any) -> list[list[list[int]]]:
+    """Where fragments lie, for comparison at loading."""
+    return [
+        [
+            [f.param_group_id, f.param_id, *f.param_range, *f.bucket_range, *(f.shard_range or ())]
+            for f in bucket.fragments
+        ]
+        for bucket in optimizer.state["buckets"]
+    ]
+
+
+def _gather(optimizer: Any, mine: Tensor) -> list[Tensor] | None:
+    groups, device = optimizer.groups, optimizer.device
+    size = torch.tensor([mine.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(groups.size)]
+    dist.all_gather(sizes, size, group=groups.all)
+    most = max(int(each) for each in sizes)
+    padded = torch.zeros(most, dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine
+    is_root = groups.rank == 0
+    outs = [torch.empty_like(padded) for _ in range(groups.size)] if is_root else None
+    dist.gather(padded, outs, dst=groups.root, group=groups.all)
+    if not is_root:
+        return None
+    return [out[: int(each)].cpu() for out, each in zip(outs, sizes, strict=True)]
+
+
+@torch.no_grad()
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Take this rank's shares.
+
+    Raises:
+        ValueError: they are of other ranks or options. Nothing has changed then.
+    """
+    if "gathered_states" in state_dict:
+        every = state_dict["gathered_states"]
+        if len(every) != optimizer.groups.size:
+            raise ValueError(
+                f"{NAME}.load_state_dict: the state is of {len(every)} ranks, these are "
+                f"{optimizer.groups.size}. Only format 2 loads with another number of ranks."
+            )
+        stream = io.BytesIO(every[optimizer.groups.rank].cpu().numpy().tobytes())
+        state_dict = torch.load(stream, weights_only=True)
+    check_groups(optimizer, state_dict["param_groups"])
+    optimizer.init_params()
+    agree(optimizer)
+    state, buckets = state_dict["state"], optimizer.state["buckets"]
+    if state["layout"] != _layout(optimizer):
+        raise ValueError(
+            f"{NAME}.load_state_dict: the state's buckets are laid out in another way. Format 1 "
+            "loads only with the same ranks, options and order of parameters; call init_params() "
+            "before the first step, both when saving and when loading, or use format 2."
+        )
+    for bucket, saved in zip(buckets, state["buckets"], strict=True):
+        kept = {k for k in _SHARDS if getattr(bucket, k) is not None}
+        if kept != set(saved):
+            raise ValueError(
+                f"{NAME}.load_state_dict: the state holds {sorted(saved)}, expected "
+                f"{sorted(kept)}. Format 1 loads only with the same options."
+            )
+    for bucket, saved in zip(buckets, state["buckets"], strict=True):
+        for key, value in saved.items():
+            getattr(bucket, key).copy_(value)
+    take_groups(optimizer, state_dict["param_groups"])
+    set_step(optimizer, int(state["step"]))
+    if optimizer.store_params:
+        from .held_values import send_parameters
+
+        send_parameters(optimizer)

@@ -1,0 +1,244 @@
+"""From new shards to whole parameters on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import NAME, check_group
+from .buffers import param_buffer_of, slots_in
+from .collectives import all_gather
+from .gradients import join_stream, on_stream
+from .layout import ParameterFragment, ParameterStatus, flat_view, shaped_view
+from .norms import has_overflow
+from .step import step_bucket
+
+
+def step(optimizer: Any, grad_scaler: Any) -> None:
+    """Take a step with whatever gradients there are, unless they are not finite."""
+    for group in optimizer.param_groups:
+        check_group(group)
+    optimizer.param_sync()
+    optimizer.grad_sync()
+    if has_overflow(optimizer, grad_scaler):
+        return
+    optimizer.late.clear()
+    count = optimizer.state["step"]
+    if optimizer.capturable:
+        count += (optimizer.found_inf == 0).int()
+    else:
+        count += 1
+    step_and_gather(optimizer, count)
+    optimizer.state["step"] = count
+
+
+def step_and_gather(optimizer: Any, count: Any) -> None:
+    """Step every bucket and send it to all ranks, while the next one is stepped."""
+    under_way: deque[int] = deque()
+    bucket_ids = range(len(optimizer.state["buckets"]))
+    if optimizer.overlap_param_sync:
+        bucket_ids = reversed(bucket_ids)  # the model's begin is in the last ones
+    for bucket_id in bucket_ids:
+        bucket = step_bucket(optimizer, bucket_id, count)
+        optimizer._params_buckets[bucket_id] = bucket
+        optimizer._check_params_shard_dtypes({bucket_id: bucket})
+        start_gather(optimizer, bucket_id)
+        under_way.append(bucket_id)
+        if not optimizer.overlap_param_sync and len(under_way) > optimizer.pipeline_size:
+            finish_gather(optimizer, under_way.popleft())
+    if not optimizer.overlap_param_sync:
+        optimizer.param_sync()
+
+
+def start_gather(optimizer: Any, bucket_id: int) -> None:
+    """Start to send this rank's shard of a bucket to the others."""
+    bucket, state = optimizer._params_buckets[bucket_id], optimizer.state["buckets"][bucket_id]
+    if bucket.params_bucket is None:
+        bucket.params_bucket = param_buffer_of(optimizer, bucket_id)
+    if bucket.params_bucket is None and optimizer.distributed_size == 1:
+        bucket.params_bucket = bucket.params_shard
+    if bucket.params_bucket is None:
+        bucket.params_bucket = torch.empty(
+            state.bucket_size, dtype=state.param_sync_dtype, device=state.device
+        )
+    with on_stream(optimizer, bucket_id, bucket.params_bucket, bucket.params_shard):
+        bucket.sync_request = all_gather(
+            bucket.params_bucket, bucket.params_shard, optimizer.groups
+        )
+    bucket.status = ParameterStatus.SYNCING
+
+
+def wait_for_gather(optimizer: Any, bucket_id: int) -> None:
+    """Have all ranks' values of a bucket."""
+    bucket = optimizer._params_buckets[bucket_id]
+    if bucket.status is ParameterStatus.SYNCING:
+        with on_stream(optimizer, bucket_id):
+            if bucket.sync_request is not None:
+                bucket.sync_request.wait()
+        join_stream(optimizer, bucket_id, bucket.params_bucket)
+        bucket.sync_request, bucket.status = None, ParameterStatus.READY
+
+
+def finish_gather(optimizer: Any, bucket_id: int) -> None:
+    """Copy a whole bucket into its parameters, and let it go."""
+    wait_for_gather(optimizer, bucket_id)
+    bucket = optimizer._params_buckets[bucket_id]
+    fragments = [
+        f
+        for f in optimizer.state["buckets"][bucket_id].fragments
+        if (f.param_group_id, f.param_id) not in bucket.params_updated
+    ]
+    optimizer._param_copy_fragments(fragments)
+    del optimizer._params_buckets[bucket_id]
+
+
+def finish_parameters(optimizer: Any, params: Iterable[Tensor]) -> None:
+    """Have the new values of some parameters, and leave the others under way."""
+    for param in params:
+        fragments = optimizer.state[param].get("fragments", ()) if param in optimizer.state else ()
+        waiting = [f for f in fragments if is_waiting(optimizer, f)]
+        for fragment in waiting:
+            wait_for_gather(optimizer, fragment.bucket_id)
+        optimizer._param_copy_fragments(waiting)
+        for fragment in waiting:
+            bucket = optimizer._params_buckets[fragment.bucket_id]
+            bucket.params_updated.add((fragment.param_group_id, fragment.param_id))
+            state = optimizer.state["buckets"][fragment.bucket_id]
+            ids = {(f.param_group_id, f.param_id) for f in state.fragments}
+            if ids <= bucket.params_updated:
+                del optimizer._params_buckets[fragment.bucket_id]
+
+
+def is_waiting(optimizer: Any, fragment: ParameterFragment) -> bool:
+    """Whether new values of a fragment have not reached its parameter."""
+    bucket = optimizer._params_buckets.get(fragment.bucket_id)
+    ids = (fragment.param_group_id, fragment.param_id)
+    return bucket is not None and ids not in bucket.params_updated
+
+
+@torch.no_grad()
+def copy_fragments(optimizer: Any, fragments: Iterable[ParameterFragment]) -> None:
+    """Copy fragments of whole buckets into their parameters, unless those are views of them."""
+    sources, targets, groups = [], [], optimizer.param_groups
+    slots: dict[int, dict[int, Tensor]] = {}
+    for fragment in fragments:
+        begin, end = fragment.param_range
+        bucket_id = fragment.bucket_id
+        bucket = optimizer._params_buckets.get(bucket_id)
+        param = groups[fragment.param_group_id]["params"][fragment.param_id]
+        if begin == end or bucket is None or not param.requires_grad:
+            continue
+        if bucket_id not in slots:
+            state = optimizer.state["buckets"][bucket_id]
+            slots[bucket_id] = slots_in(state, bucket.params_bucket)
+        source = slots[bucket_id][fragment.bucket_range[0]]
+        target = flat_view(param)
+        if end - begin < target.numel():
+            target = target[begin:end]
+        if source.data_ptr() == target.data_ptr():
+            continue
+        if not source.is_floating_point():
+            source = leading_bytes(source, param.dtype)
+        sources.append(source)
+        targets.append(target)
+    copy_all(sources, targets)
+
+
+def copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy lists of tensors, in as few launches as torch can."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def leading_bytes(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The most significant bytes of 1-D ``values`` as those of another dtype; missing ones are 0.
+
+    From floating point to the integers that are sent, and back.
+    """
+    kept = min(dtype.itemsize, values.element_size())
+    raw = values.contiguous().view(torch.uint8).view(-1, values.element_size())
+    out = torch.zeros(values.numel(), dtype.itemsize, dtype=torch.uint8, device=values.device)
+    out[:, -kept:] = raw[:, -kept:]
+    return out.view(dtype).view(-1)
+
+
+@torch.no_grad()
+def check_shard_dtypes(optimizer: Any, buckets: dict[int, Any]) -> None:
+    """Bring new shards into the dtype in which they are sent."""
+    for bucket_id, bucket in buckets.items():
+        state = optimizer.state["buckets"][bucket_id]
+        shard, sync = bucket.params_shard, state.param_sync_dtype
+        if shard.dtype == sync:
+            continue
+        if sync.is_floating_point:
+            bucket.params_shard = shard.to(sync)
+            continue
+        sent = torch.zeros(shard.numel(), dtype=sync, device=shard.device)
+        for fragment in state.local_fragments():
+            part = slice(*fragment.shard_range)
+            values = shard[part].to(optimizer.parameter(fragment).dtype)
+            sent[part] = leading_bytes(values, sync)
+        bucket.params_shard = sent
+
+
+def make_param_buffers(optimizer: Any) -> None:
+    """Make all parameters views of flat buffers, one for each combination of dtypes.
+
+    Raises:
+        RuntimeError: a parameter is of another dtype than it is sent in. Nothing has changed then.
+    """
+    sizes: dict[Any, int] = {}
+    for bucket in optimizer.state["buckets"]:
+        end = bucket.contiguous_buffer_offset + bucket.bucket_size
+        sizes[bucket.dtypes()] = max(sizes.get(bucket.dtypes(), 0), end)
+    params = [p for p in optimizer.parameters() if optimizer.state[p].get("fragments")]
+    for param in params:
+        first = optimizer.state[param]["fragments"][0]
+        wanted = optimizer.state["buckets"][first.bucket_id].param_sync_dtype
+        if param.dtype != wanted:
+            raise RuntimeError(
+                f"{NAME}: a contiguous parameter buffer of {wanted} (param_sync_dtype) cannot hold "
+                f"a parameter of {param.dtype}. Pass param_sync_dtype={param.dtype}."
+            )
+    buffers = {
+        dtypes: torch.zeros(size, dtype=dtypes[2], device=optimizer.device)
+        for dtypes, size in sizes.items()
+    }
+    for param in params:
+        first = optimizer.state[param]["fragments"][0]
+        bucket = optimizer.state["buckets"][first.bucket_id]
+        begin = bucket.contiguous_buffer_offset + first.bucket_range[0]
+        flat = buffers[bucket.dtypes()][begin : begin + param.numel()]
+        flat.copy_(flat_view(param))
+        param.data = shaped_view(param, flat)
+    optimizer._param_buffers.update(buffers)
+
+
+def watch_module(optimizer: Any, module: nn.Module) -> None:
+    """Have the parameters of each submodule of ``module`` when its forward begins."""
+    owner = weakref.ref(optimizer)
+
+    def before(submodule: nn.Module, _: Any) -> None:
+        optimizer = owner()
+        if optimizer is not None and optimizer._params_buckets:
+            finish_parameters(optimizer, submodule._parameters.values())
+
+    def after(*_: Any) -> None:
+        optimizer = owner()
+        if optimizer is not None and optimizer._params_buckets:
+            # Whoever used these past their module has seen old values: backward will say so.
+            buckets = [optimizer.state["buckets"][i] for i in optimizer._params_buckets]
+            waiting = [f for b in buckets for f in b.fragments if is_waiting(optimizer, f)]
+            late = {id(optimizer.parameter(f)) for f in waiting}
+            optimizer.param_sync()
+            optimizer.late.update(late)
+
+    for submodule in module.modules():
+        if any(param is not None for param in submodule._parameters.values()):
+            submodule.register_forward_pre_hook(before)
+    module.register_forward_hook(after)

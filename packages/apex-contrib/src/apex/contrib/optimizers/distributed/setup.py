@@ -1,0 +1,114 @@
+"""What the constructor does beyond its arguments: state, hooks, and rank 0's parameters."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .arguments import NAME, check_group
+from .collectives import Groups, broadcast, check_alike
+from .gradients import Round
+from .parameters import watch_module
+
+# Arguments that become attributes of the optimizer.
+_KEPT = (
+    *("dtype", "adam_w_mode", "average_grad_sync", "overlap_grad_sync", "bucket_cap_mb"),
+    *("pipeline_size", "contiguous_param_buffer", "contiguous_grad_buffer", "store_params"),
+    *("store_param_remainders", "with_scaled_states", "nccl_ub", "capturable"),
+)
+
+
+def prepare(optimizer: Any, given: dict[str, Any]) -> None:
+    """Make the optimizer's attributes and state, hook its parameters, and broadcast them.
+
+    Args:
+        given: the constructor's arguments.
+    """
+    optimizer.args_dict = given
+    for name in _KEPT:
+        setattr(optimizer, name, given[name])
+    optimizer.grad_sync_dtype = given["grad_sync_dtype"] or given["dtype"]
+    optimizer.param_sync_dtype = given["param_sync_dtype"] or given["dtype"]
+    optimizer.greedy_grad_copy = given["overlap_grad_sync"]
+    module = given["module"]
+    optimizer.overlap_param_sync = given["overlap_param_sync"] and module is not None
+    _take_groups(optimizer, given)
+    _make_state(optimizer)
+    take_in(optimizer, optimizer.param_groups)
+    optimizer._broadcast_params()
+    if optimizer.overlap_param_sync:
+        watch_module(optimizer, module)
+    if optimizer.contiguous_param_buffer or optimizer.contiguous_grad_buffer:
+        optimizer.init_params()
+    if optimizer.contiguous_param_buffer:
+        optimizer.init_param_buffer()
+
+
+def _take_groups(optimizer: Any, given: dict[str, Any]) -> None:
+    """The process groups, and what Apex calls their parts."""
+    names = ("process_group", "distributed_process_group", "redundant_process_group")
+    groups = optimizer.groups = Groups(*(given[name] for name in names), NAME)
+    for name, group in zip(names, (groups.all, groups.distributed, groups.redundant), strict=True):
+        setattr(optimizer, name, group)
+    optimizer.process_group_size, optimizer.process_group_root = groups.size, groups.root
+    optimizer.distributed_size, optimizer.distributed_rank = groups.shards, groups.shard
+    optimizer.redundant_size = groups.copies
+
+
+def _make_state(optimizer: Any) -> None:
+    device = optimizer.device
+    optimizer._lock = threading.Lock()  # hooks may run in autograd's threads
+    optimizer.streams = []
+    if device.type == "cuda":
+        optimizer.streams = [torch.cuda.Stream(device) for _ in range(optimizer.pipeline_size)]
+    optimizer.state["buckets"], optimizer.state["step"] = [], 0
+    if optimizer.capturable:
+        optimizer.state["step"] = torch.zeros(1, dtype=torch.int32, device=device)
+    optimizer.grads_buckets = defaultdict(layout.GradientBucket)
+    optimizer._params_buckets = {}
+    optimizer._param_buffers = {}  # by dtypes
+    optimizer._grad_buffers = {}  # by bucket
+    optimizer._grad_scale = torch.ones((), dtype=torch.float32, device=device)
+    optimizer._grad_norm = None
+    optimizer.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+    optimizer._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
+    optimizer.round, optimizer.reducing, optimizer.is_reduced = Round(), [], False
+    optimizer.arrivals = {}  # parameters without buckets, in the order of their gradients
+    optimizer.plan_is_agreed = False
+    optimizer.numel_after = None  # of the parameters that get buckets after this one
+    optimizer.late = set()  # parameters that arrived after their forward
+    optimizer.hooks = {}
+
+
+def take_in(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Check groups, and hook their parameters; also those that are frozen, for later."""
+    optimizer._positions = layout.positions(optimizer.param_groups)
+    for group in groups:
+        check_group(group)
+        if optimizer.capturable:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=optimizer.device)
+        for param in group["params"]:
+            layout.memory_order(param)  # raises if it has gaps
+            hook = optimizer._make_post_backward_hook(param, *optimizer.position_of(param))
+            was_trained = param.requires_grad
+            param.requires_grad_(True)  # which hooks need
+            optimizer.hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
+            param.requires_grad_(was_trained)
+
+
+def broadcast_parameters(optimizer: Any, params: Iterable[Tensor]) -> None:
+    """Give all ranks the parameters of the first one.
+
+    Raises:
+        RuntimeError: the ranks' parameters differ in shape, dtype or format.
+    """
+    params = list(params)
+    facts = [(tuple(p.shape), p.dtype, layout.memory_order(p)) for p in params]
+    check_alike(facts, "the parameters", optimizer.groups, optimizer.device, NAME)
+    broadcast([layout.flat_view(param) for param in params], optimizer.groups)

@@ -1,0 +1,108 @@
+"""Shares of the state as torch.distributed.checkpoint saves and loads them, for any layout.
+
+Each state of a parameter is one flat tensor, in the order of the parameter's memory, of which every
+rank has some pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from . import local_states
+from .checkpoints import group_starts
+from .held_values import KEYS, read, send_parameters, value_dtype, write
+from .plans import agree
+
+
+class FlatShards(torch.Tensor):
+    """This rank's pieces of a flat tensor that all ranks hold together.
+
+    torch.distributed.checkpoint asks tensors for these three methods. The tensor itself, meta
+    memory of the whole size, is never read.
+    """
+
+    pieces: dict[int, Tensor]  # by where they begin
+
+    @staticmethod
+    def of(numel: int, dtype: torch.dtype, pieces: dict[int, Tensor]) -> FlatShards:
+        """Make one of ``numel`` elements."""
+        whole = torch.empty((), dtype=dtype).expand(numel)  # no memory
+        shards = whole.as_subclass(FlatShards)
+        shards.pieces = pieces
+        return shards
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, torch.Size([self.numel()])),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size([begin]), torch.Size([piece.numel()]))
+            for begin, piece in self.pieces.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.pieces[index.offset[0]]
+
+
+@torch.no_grad()
+def make(optimizer: Any) -> dict[str, Any]:
+    """A state dict for ``torch.distributed.checkpoint.save`` and ``load``; a collective call."""
+    optimizer.param_sync()
+    optimizer.init_params()
+    agree(optimizer)
+    starts, state = group_starts(optimizer), {}
+    for param in optimizer.parameters():
+        fragments = optimizer.state[param].get("fragments")
+        if fragments is None:
+            continue
+        group_id, param_id = optimizer.position_of(param)
+        local = [
+            (f.shard_param_range[0], optimizer.state["buckets"][f.bucket_id], f)
+            for f in fragments
+            if f.in_local_shard
+        ]
+        state[str(starts[group_id] + param_id)] = {
+            key: FlatShards.of(
+                param.numel(),
+                value_dtype(optimizer),
+                {begin: read(optimizer, bucket, f, key) for begin, bucket, f in local},
+            )
+            for key in KEYS
+        }
+    step = torch.tensor(int(optimizer.state["step"]))
+    groups = local_states.pack_groups(optimizer)
+    return {"state": state, "step": step, "param_groups": groups}
+
+
+@torch.no_grad()
+def take(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Take what ``torch.distributed.checkpoint.load`` has put into :func:`make`'s dict."""
+    local_states.check_groups(optimizer, state_dict["param_groups"])
+    starts = group_starts(optimizer)
+    for bucket in optimizer.state["buckets"]:
+        for fragment in bucket.local_fragments():
+            index = starts[fragment.param_group_id] + fragment.param_id
+            entry = state_dict["state"][str(index)]
+            for key in KEYS:
+                piece = entry[key].pieces[fragment.shard_param_range[0]]
+                write(optimizer, bucket, fragment, key, piece)
+    local_states.take_groups(optimizer, state_dict["param_groups"])
+    local_states.set_step(optimizer, int(state_dict["step"]))
+    send_parameters(optimizer)

@@ -1,0 +1,496 @@
+"""DistributedFusedAdam: Adam whose state and gradients are divided over ranks (ZeRO, stage 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .distributed import (
+    arguments,
+    buffers,
+    checkpoints,
+    gradients,
+    layout,
+    norms,
+    parameters,
+    plans,
+    scaling,
+    setup,
+)
+from .distributed.apex_names import *  # noqa: F403  (NeMo imports private names from here)
+from .distributed.arguments import NAME
+
+
+class DistributedFusedAdam(torch.optim.Optimizer):
+    r"""Adam and AdamW whose state and reduced gradients are divided over ranks.
+
+    Every rank keeps a share of the state. Gradients are summed during backward, and each rank
+    receives the sum of its share only. :meth:`step` updates the share in one launch per bucket,
+    and sends the new parameters to all. The module is not wrapped: hooks of its parameters do this.
+    Formulas are those of :class:`apex.optimizers.FusedAdam`, and results too, bit for bit, where
+    the reduced gradients are.
+
+    .. math::
+        m_t = \beta_1 m_{t-1} + (1-\beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1-\beta_2) g_t^2
+
+        p_t = p_{t-1} - \eta \left(
+              \frac{m_t / (1-\beta_1^t)}{\sqrt{v_t / (1-\beta_2^t)} + \epsilon}
+              + \lambda p_{t-1} \right)
+
+    Args:
+        params: parameters, or dicts with parameter groups. Floating point, dense in any format, on
+            one device. Those of rank 0 are sent to all.
+        lr: learning rate :math:`\eta`; ``>= 0``.
+        bias_correction: divide the moments by :math:`1-\beta^t`.
+        betas: decay of the two running averages per step, each in ``[0, 1)``.
+        eps: added to the root; ``>= 0``.
+        adam_w_mode: decoupled decay (AdamW), or L2 regularisation (``False``, Adam).
+        weight_decay: :math:`\lambda`, per step; ``>= 0``.
+        amsgrad: not supported; ``True`` raises.
+        dtype: of the state: float32, float16 or bfloat16.
+        grad_sync_dtype: in which gradients are added up; by default ``dtype``.
+        param_sync_dtype: in which new parameters are sent; by default ``dtype``. Of an integer
+            dtype, the most significant bytes of the values are sent, others become zero.
+        device: ``"cuda"``, the default, stands for the device of the parameters.
+        process_group: ranks with the same parameters; by default all.
+        distributed_process_group: ranks over which the state is divided; by default
+            ``process_group``.
+        redundant_process_group: ranks that hold the same share. The sizes of both multiply to that
+            of ``process_group``.
+        average_grad_sync: average gradients over ``process_group``, or sum them.
+        overlap_grad_sync: reduce a bucket during backward, as soon as it is full.
+        overlap_param_sync: return from :meth:`step` while parameters are under way. Each arrives at
+            the latest when the forward of its submodule of ``module`` begins; without ``module``,
+            :meth:`step` waits for all.
+        bucket_cap_mb: size of a bucket, in MiB of ``grad_sync_dtype``.
+        pipeline_size: how many buckets are under way at once.
+        contiguous_param_buffer: make parameters views of one buffer per combination of dtypes.
+        contiguous_grad_buffer: add gradients up in one buffer; :meth:`grad_buffer_view` shows it.
+        store_params: keep this rank's share of the parameters in ``dtype``.
+        store_param_remainders: keep those 16 bits of a float32 value that its bfloat16 parameter
+            lacks; with ``store_params=False``. The parameter is then the value rounded with ties
+            away from zero.
+        with_scaled_states: keep float16 or bfloat16 states with a scale per part of a parameter.
+        nccl_ub: register gradient buffers with NCCL, which needs ``apex.contrib.nccl_allocator``.
+        capturable: keep ``lr``, ``step`` and the overflow flag on the device.
+        module: the model, for ``overlap_param_sync``.
+
+    State: ``state["step"]`` counts steps, ``state["buckets"]`` holds this rank's shares. Bytes per
+    parameter and rank, with N ranks: ``12 / N``; without ``store_params`` 8, with remainders 10,
+    with float16 states 6, each divided by N. Gradients take ``4 / N`` after backward.
+
+    Raises:
+        RuntimeError: arguments exclude each other, the process groups' sizes do not multiply, the
+            ranks' parameters differ, or another rank has failed.
+        ValueError: a dtype or a hyper-parameter is out of range.
+        TypeError: a parameter is not floating point.
+
+    Note:
+        A parameter without a gradient on any rank is stepped with zeros, if it requires gradients:
+        its moments and its weight decay. ``requires_grad=False`` leaves it alone. The first
+        backward is not overlapped: it shows in which order gradients arrive, and rank 0's order
+        then holds for all. All ranks must call backward, :meth:`step`, :meth:`grad_norm` and
+        :meth:`state_dict` equally often and in the same order.
+
+    Source:
+        Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
+        SC 2020, stage 2; Kingma & Ba, *Adam*, ICLR 2015, algorithm 1; Loshchilov & Hutter,
+        *Decoupled Weight Decay Regularization*, ICLR 2019, algorithm 2.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = DistributedFusedAdam(model.parameters(), lr=1e-3)
+        >>> model(torch.randn(2, 8)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    # What GradScaler-like objects ask.
+    _step_supports_amp_scaling = True
+    _custom_amp_unscale_grads = True
+
+    ParameterFragment = layout.ParameterFragment
+    StateBucket = layout.StateBucket
+    GradientStatus = layout.GradientStatus
+    GradientBucket = layout.GradientBucket
+    ParameterStatus = layout.ParameterStatus
+    ParameterBucket = layout.ParameterBucket
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        dtype: torch.dtype = torch.float32,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cuda",
+        process_group: dist.ProcessGroup | None = None,
+        distributed_process_group: dist.ProcessGroup | None = None,
+        redundant_process_group: dist.ProcessGroup | None = None,
+        average_grad_sync: bool = True,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        bucket_cap_mb: float = 100.0,
+        pipeline_size: int = 2,
+        contiguous_param_buffer: bool = False,
+        contiguous_grad_buffer: bool = False,
+        store_params: bool = True,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        nccl_ub: bool = False,
+        capturable: bool = False,
+        *,
+        module: nn.Module | None = None,
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        arguments.check_options(given)
+        names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
+        super().__init__(params, {name: given[name] for name in names})
+        self.args_dict = given
+        self.device = arguments.device_of(self.parameters(), device)
+        arguments.check_nccl_ub(given, self.device)
+        setup.prepare(self, given)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do; on all ranks, whose parameters become rank 0's."""
+        super().add_param_group(param_group)
+        if "buckets" in self.state:
+            arguments.device_of(self.parameters(), self.device)
+            setup.take_in(self, self.param_groups[-1:])
+            self._broadcast_params(self.param_groups[-1]["params"])
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value}" for name, value in self.args_dict.items())
+        return f"{type(self).__name__}({given})"
+
+    @property
+    def _state_scales(self) -> dict[tuple[int, int, int], dict[str, Tensor]]:
+        """Scales of this rank's states, by ids of group, parameter and bucket."""
+        return scaling.as_dict(self.state["buckets"])
+
+    @torch.no_grad()
+    def _broadcast_params(self, params: Iterable[Tensor] | None = None) -> None:
+        """Give all ranks the parameters of the first one."""
+        setup.broadcast_parameters(self, self.parameters() if params is None else params)
+
+    def _make_post_backward_hook(
+        self, param: Tensor, param_group_id: int, param_id: int
+    ) -> Callable[..., None]:
+        """What autograd calls when it has added to the gradient of ``param``."""
+        return gradients.make_hook(self, param)
+
+    # Parameters and their buckets.
+
+    def parameters(self) -> Iterator[Tensor]:
+        """All parameters, group by group."""
+        return (param for group in self.param_groups for param in group["params"])
+
+    def parameter(self, *args: Any) -> Tensor:
+        """The parameter of a fragment, or of ids of its group and of itself."""
+        if len(args) == 2 and all(isinstance(arg, int) for arg in args):
+            return self.param_groups[args[0]]["params"][args[1]]
+        if len(args) == 1 and isinstance(args[0], layout.ParameterFragment):
+            return self.param_groups[args[0].param_group_id]["params"][args[0].param_id]
+        raise TypeError(
+            f"{NAME}.parameter: expected a fragment, or ids of a group and of a parameter, got "
+            f"{args}."
+        )
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether ``param`` is one of this optimizer's."""
+        return id(param) in self._positions
+
+    def position_of(self, param: Tensor) -> tuple[int, int]:
+        """Ids of a parameter's group and of itself.
+
+        Raises:
+            RuntimeError: it is not the optimizer's.
+        """
+        if not self.owns(param):
+            raise RuntimeError(
+                f"{NAME}: a parameter of shape {list(param.shape)} is not this optimizer's."
+            )
+        return self._positions[id(param)]
+
+    def init_params(
+        self,
+        params: Tensor | Iterable[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Give buckets to parameters that have none; all ranks in the same order.
+
+        Args:
+            params: by default all that require gradients, from the model's end to its begin, which
+                is about the order of their gradients. Those of others are ignored.
+            dtype: the constructor's or None.
+            grad_sync_dtype, param_sync_dtype: instead of the constructor's.
+
+        Raises:
+            ValueError: ``dtype`` is another, or gradients cannot be sent so.
+        """
+        plans.init_params(self, params, (dtype, grad_sync_dtype, param_sync_dtype))
+
+    def init_params_bucket(
+        self,
+        params: Tensor | Iterable[Tensor],
+        dtype: torch.dtype | None = None,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Give parameters buckets of their own, which are sent when all of them are there."""
+        params = [params] if isinstance(params, Tensor) else list(params)
+        for bucket in self.state["buckets"]:
+            bucket.able_to_fill = False
+        new = [p for p in params if self.owns(p) and "fragments" not in self.state[p]]
+        self.init_params(new, dtype, grad_sync_dtype, param_sync_dtype)
+        plans.close_buckets(self, new)
+
+    def _init_param_state(
+        self,
+        param: Tensor,
+        param_group_id: int,
+        param_id: int,
+        dtype: torch.dtype | None = None,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Give buckets to one parameter, and take its value."""
+        if "fragments" not in self.state[param]:
+            dtypes = plans.resolve_dtypes(self, dtype, grad_sync_dtype, param_sync_dtype)
+            plans.add_parameter(self, param, (param_group_id, param_id), dtypes)
+
+    @torch.no_grad()
+    def init_param_buffer(self) -> None:
+        """Make all parameters views of flat buffers, in which they are received."""
+        self.contiguous_param_buffer = True
+        self.init_params()
+        parameters.make_param_buffers(self)
+
+    def grad_buffer_view(self, param: Tensor) -> Tensor:
+        """The part of the contiguous gradient buffer that a parameter has, in its shape.
+
+        Raises:
+            RuntimeError: there is no such buffer, or the parameter lies in several buckets.
+        """
+        return buffers.grad_view(self, param)
+
+    # Gradients.
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Forget all gradients, reduced or not, and the pending scale."""
+        gradients.finish_all(self)
+        for bucket_id, buffer in self._grad_buffers.items():
+            if bucket_id in self.grads_buckets:
+                buffer.zero_()
+        self.grads_buckets.clear()
+        self.round, self.is_reduced = gradients.Round(), False
+        self._grad_scale.fill_(1.0)
+        self.found_inf.zero_()
+        self._dummy_overflow_buf.zero_()
+        self.drop_norm()
+        buffers.zero_gradients(self, set_to_none)
+
+    @contextmanager
+    def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
+        """Context: backward passes add gradients up on this rank alone.
+
+        Args:
+            greedy_grad_copy: add them up in buckets, instead of in ``param.grad``.
+        """
+        before = self.overlap_grad_sync, self.greedy_grad_copy
+        self.overlap_grad_sync, self.greedy_grad_copy = False, greedy_grad_copy
+        try:
+            yield
+        finally:
+            self.overlap_grad_sync, self.greedy_grad_copy = before
+
+    def _grad_copy(self, param: Tensor) -> None:
+        """Add the gradient of ``param`` to its buckets; ``param.grad`` becomes None."""
+        gradients.copy_gradient(self, param)
+
+    def _try_start_bucket_grad_sync(
+        self, params: Iterable[Tensor] | None = None, ignore_last_bucket: bool = False
+    ) -> None:
+        """Note that gradients of ``params`` are in buckets, and reduce those that are full."""
+        gradients.try_start(self, () if params is None else params, ignore_last_bucket)
+
+    def try_grad_sync(self, params: Iterable[Tensor]) -> None:
+        """Copy gradients into buckets, and reduce those that are full."""
+        params = list(params)
+        for param in params:
+            self._grad_copy(param)
+        self._try_start_bucket_grad_sync(params=params)
+
+    def grad_sync(self) -> None:
+        """Have all gradients copied and reduced; a collective call."""
+        gradients.sync(self)
+
+    def drop_norm(self) -> None:
+        """Gradients have changed: their norm is not known any more."""
+        self._grad_norm = None
+
+    def check_was_current(self, param: Tensor) -> None:
+        """Raise RuntimeError if ``param`` was used before its new value had arrived."""
+        fragments = self.state[param]["fragments"] if self._params_buckets else ()
+        if id(param) in self.late or any(parameters.is_waiting(self, f) for f in fragments):
+            raise RuntimeError(
+                f"{NAME}: a parameter of shape {list(param.shape)} got a gradient, but its value "
+                "of the last step had not arrived when the model used it. With overlap_param_sync, "
+                "parameters arrive when the forward of their own submodule begins; call "
+                "optimizer.param_sync() before a forward that uses them otherwise."
+            )
+
+    def param_sync(self) -> None:
+        """Have all new parameters arrive."""
+        for bucket_id in list(self._params_buckets):
+            parameters.finish_gather(self, bucket_id)
+
+    def _param_copy_fragments(self, fragments: Iterable[layout.ParameterFragment]) -> None:
+        """Copy received values of fragments into their parameters."""
+        parameters.copy_fragments(self, fragments)
+
+    def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
+        """Bring this rank's new values into the dtype in which they are sent."""
+        parameters.check_shard_dtypes(self, params_buckets)
+
+    # Norms and scales of gradients.
+
+    def _local_grad_norm(
+        self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """The square of the 2-norm of this rank's share of reduced gradients."""
+        return norms.local_square(self, None if parameters is None else list(parameters))
+
+    @torch.no_grad()
+    def grad_norm(
+        self,
+        parameters: Iterable[Tensor] | None = None,
+        norm_type: float = 2.0,
+        force: bool = False,
+    ) -> Tensor:
+        """The 2-norm of the reduced gradients, with the pending scale; a collective call.
+
+        Args:
+            parameters: by default all, whose norm is kept until gradients change.
+            norm_type: 2.
+            force: compute it anew.
+
+        Returns:
+            float32, without dimensions.
+
+        Raises:
+            ValueError: another ``norm_type``.
+            RuntimeError: a parameter is not this optimizer's.
+        """
+        return norms.norm(self, parameters, norm_type, force)
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        parameters: Iterable[Tensor] | None = None,
+        norm_type: float = 2.0,
+    ) -> Tensor:
+        """Have the step scale all gradients so that their norm is at most ``max_norm``.
+
+        Returns:
+            The norm before that.
+
+        Raises:
+            ValueError: ``max_norm`` is not positive, or another ``norm_type``.
+        """
+        return norms.clip(self, max_norm, parameters, norm_type)
+
+    @torch.no_grad()
+    def unscale_grads(
+        self, *args: Any, inv_scale: Any = None, grad_scaler: Any = None
+    ) -> dict[torch.device, Tensor]:
+        """Have the step multiply gradients by the inverse of a loss scale.
+
+        Returns:
+            By device, 1.0 if some gradient of some rank is not finite, else 0.0.
+
+        Raises:
+            ValueError: not exactly one of ``inv_scale`` and ``grad_scaler`` is given.
+            RuntimeError: ``grad_scaler`` has no scale yet, or has unscaled these gradients.
+        """
+        return norms.unscale(self, args, inv_scale, grad_scaler)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """Take one step; a collective call.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scaler: what ``torch.amp.GradScaler.step`` passes. If a gradient of any rank is not
+                finite, no rank changes anything.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters.step(self, grad_scaler)
+        return loss
+
+    # Checkpoints.
+
+    def state_dict(
+        self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
+    ) -> dict[str, Any] | None:
+        """The state; a collective call.
+
+        Args:
+            state_dict_format: 2, the default: whole parameters and moments as CPU tensors, the same
+                on all ranks, which load with any number of ranks and any options, and into
+                ``torch.optim.AdamW``. 1, deprecated: each rank's shares, for the same ranks.
+            gather_on_root: with format 1: all shares on the first rank, and None on the others.
+
+        Raises:
+            ValueError: another format, or ``gather_on_root`` with format 2.
+            NotImplementedError: format 1 with scaled states.
+        """
+        return checkpoints.save(self, state_dict_format, gather_on_root)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state, and the parameters if it has them; a collective call.
+
+        Args:
+            state_dict: of either format, of ``torch.optim.AdamW`` or of FusedAdam. It is not
+                changed.
+
+        Raises:
+            ValueError: it does not fit the parameters, or its format is unknown.
+        """
+        checkpoints.load(self, state_dict)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The state for ``torch.distributed.checkpoint``, which writes each rank's shares only.
+
+        ``torch.distributed.checkpoint.load`` fills such a dict, also of another number of ranks and
+        other options; :meth:`load_sharded_state_dict` then takes it. A collective call.
+        """
+        from .distributed import sharded_states  # its imports take long
+
+        return sharded_states.make(self)
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what ``torch.distributed.checkpoint.load`` has filled; a collective call."""
+        from .distributed import sharded_states
+
+        sharded_states.take(self, state_dict)

@@ -1,0 +1,118 @@
+"""Checks of DistributedFusedLAMB's arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAME = "DistributedFusedLAMB"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_process_group() -> None:
+    """Raise RuntimeError where torch.distributed is not initialized."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{NAME}: torch.distributed is not initialized. Call "
+            "torch.distributed.init_process_group first, and start the script with torchrun."
+        )
+
+
+def check_options(given: dict[str, Any]) -> None:
+    """Raise ValueError for a count out of range, and for options that exclude each other."""
+    lowest = {
+        **dict.fromkeys(("dwu_num_blocks", "dwu_num_chunks", "dwu_num_rs_pg", "dwu_num_ar_pg"), 1),
+        **dict.fromkeys(("dwu_group_size", "dwu_num_ag_pg", "nccl_allgather_channels"), 0),
+    }
+    for name, low in lowest.items():
+        if given[name] < low:
+            raise ValueError(f"{NAME}: {name} must be >= {low}, got {given[name]}.")
+    if given["e5m2_allgather"] and given["set_param_views_to_flat_buffer"]:
+        raise ValueError(
+            f"{NAME}: set_param_views_to_flat_buffer=True needs the parameters' own dtype in the "
+            "buffer; pass e5m2_allgather=False, too."
+        )
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for a hyper-parameter that is out of range, TypeError for a parameter."""
+    for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
+        if not isinstance(group[name], Tensor) and not group[name] >= 0:
+            raise ValueError(f"{NAME}: {name} must be >= 0, got {group[name]}.")
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"{NAME}: betas must be two numbers in [0, 1), got {group['betas']}.")
+    for param in group["params"]:
+        if param.dtype not in _DTYPES or param.layout != torch.strided:
+            raise TypeError(
+                f"{NAME}: params must be dense and float32, float16 or bfloat16, got "
+                f"{param.dtype} of layout {param.layout}."
+            )
+
+
+def device_of(params: Sequence[Tensor]) -> torch.device:
+    """The one device of all parameters.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    devices = {param.device for param in params}
+    if len(devices) != 1:
+        raise ValueError(f"{NAME}: params must be on one device, got {sorted(map(str, devices))}.")
+    return devices.pop()
+
+
+def check_alike(params: Sequence[Tensor], options: dict[str, Any]) -> None:
+    """Compare shapes, dtypes and options of all ranks, by a hash.
+
+    Raises:
+        RuntimeError: on every rank, if some rank has others.
+    """
+    facts = [[(tuple(p.shape), p.dtype) for p in params], sorted(map(str, options.items()))]
+    digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
+    both = torch.tensor([digest, -digest], device=params[0].device)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    largest, smallest = both[0].item(), -both[1].item()
+    if largest != smallest:
+        raise RuntimeError(
+            f"{NAME}: the parameters or options of some ranks differ from those of others. All "
+            "ranks must build the same model and give the same arguments, in the same order."
+        )
+
+
+def ordered(params: Sequence[Tensor], param_order: Any) -> list[Tensor]:
+    """The parameters in the order in which they are laid out.
+
+    Raises:
+        ValueError: ``param_order`` does not hold each of them once.
+    """
+    if param_order is None:
+        return list(params)
+    order = list(param_order)
+    if sorted(map(id, order)) != sorted(map(id, params)):
+        raise ValueError(
+            f"{NAME}: param_order must hold each of the {len(params)} parameters that require a "
+            f"gradient once, got {len(order)}."
+        )
+    return order
+
+
+def buffer_dtype(params: Sequence[Tensor], needs_one: bool) -> torch.dtype:
+    """What gradients and new parameters are exchanged in: the parameters' dtype, else float32.
+
+    Raises:
+        ValueError: ``needs_one``, and there are several dtypes.
+    """
+    dtypes = {param.dtype for param in params}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    if needs_one:
+        raise ValueError(
+            f"{NAME}: set_param_views_to_flat_buffer=True needs parameters of one dtype, got "
+            f"{sorted(map(str, dtypes))}."
+        )
+    return torch.float32

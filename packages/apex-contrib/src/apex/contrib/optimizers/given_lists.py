@@ -1,0 +1,128 @@
+"""Lists that callers give to the deprecated optimizers, and batches of what they hold."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def by_group(owner: str, name: str, given: Any, groups: Sequence[Group]) -> list[list[Any]]:
+    """``given`` as one list per group, each as long as the group's parameters.
+
+    Args:
+        given: None, a generator or flat list for the only group, or a list of them, one per group.
+
+    Raises:
+        RuntimeError: the lengths are others.
+    """
+    if given is None:
+        return [[None] * len(group["params"]) for group in groups]
+    if isinstance(given, types.GeneratorType) or not _is_nested(given):
+        given = [given]
+    lists = [list(tensors) for tensors in given]
+    lengths = [len(tensors) for tensors in lists]
+    expected = [len(group["params"]) for group in groups]
+    if lengths != expected:
+        raise RuntimeError(
+            f"{owner}.step: {name} must have one list per group, of lengths {expected}, got lists "
+            f"of lengths {lengths}."
+        )
+    return lists
+
+
+def _is_nested(given: Iterable[Any]) -> bool:
+    given = list(given)
+    return bool(given) and all(not isinstance(item, Tensor) and item is not None for item in given)
+
+
+def check_grad(owner: str, param: Tensor, grad: Tensor) -> None:
+    """Raise RuntimeError unless ``grad`` is a dense gradient of ``param`` in a dtype of kernels."""
+    if grad.is_sparse:
+        raise RuntimeError(
+            f"{owner}.step: a gradient is sparse, which is not supported; use "
+            "torch.optim.SparseAdam, or sparse=False in the embedding."
+        )
+    if grad.shape != param.shape or grad.device != param.device:
+        raise RuntimeError(
+            f"{owner}.step: a gradient is {list(grad.shape)} on {grad.device}, but its parameter "
+            f"is {list(param.shape)} on {param.device}."
+        )
+
+
+def check_output(owner: str, param: Tensor, output: Tensor) -> None:
+    """Raise RuntimeError unless the new ``param`` can be written to ``output``, rounded."""
+    is_alike = output.stride() == param.stride() or (
+        output.is_contiguous() and param.is_contiguous()
+    )
+    if (output.shape, output.device) != (param.shape, param.device) or not is_alike:
+        raise RuntimeError(
+            f"{owner}.step: an output parameter is {list(output.shape)} on {output.device} with "
+            f"strides {output.stride()}, but its parameter is {list(param.shape)} on "
+            f"{param.device} with strides {param.stride()}."
+        )
+    if output.dtype not in (*FLOATS, torch.uint8):
+        raise RuntimeError(
+            f"{owner}.step: output parameters must be float32, float16, bfloat16 or uint8, got "
+            f"{output.dtype}."
+        )
+
+
+def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` in the memory layout of ``like``: itself where it has that."""
+    if tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous()):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
+class Batches:
+    """Rows of tensors that one launch may take together: same dtypes, device and numbers."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple, list[tuple[Tensor, ...]]] = {}
+
+    def add(self, numbers: tuple, *row: Tensor) -> None:
+        """Add the tensors of one parameter, to be stepped with ``numbers``."""
+        key = (numbers, row[0].device, tuple(tensor.dtype for tensor in row))
+        self._rows.setdefault(key, []).append(row)
+
+    def __iter__(self):
+        """Yield the numbers of each batch, and its lists."""
+        for (numbers, *_), rows in self._rows.items():
+            yield numbers, [list(column) for column in zip(*rows, strict=True)]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices of all rows."""
+        return {device for _, device, _ in self._rows}
+
+
+def raw_lists(op: str, tensor_lists: Sequence[Sequence[Tensor]], *names: str) -> list[list[Tensor]]:
+    """The lists of a raw call; a name that ends in ``?`` is that of a list that may be left out.
+
+    Raises:
+        RuntimeError: another number of lists, or lists of different lengths. The operators check
+            the tensors in them.
+    """
+    lists = [list(tensors) for tensors in tensor_lists]
+    needed = sum(not name.endswith("?") for name in names)
+    if not needed <= len(lists) <= len(names):
+        wanted = ", ".join(name.replace("?", " (may be left out)") for name in names)
+        raise RuntimeError(
+            f"{op}: tensor_lists.size() != depth: expected lists of {wanted}; got {len(lists)}."
+        )
+    lengths = [len(tensors) for tensors in lists]
+    if len(set(lengths)) > 1:
+        raise RuntimeError(f"{op}: Size mismatch among tensor lists: their lengths are {lengths}.")
+    return lists
+
+
+def number_near(number: Tensor | float, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number or tensor of numbers as contiguous ``dtype``, at least ``[1]``, beside ``like``."""
+    return torch.as_tensor(number, dtype=dtype, device=like.device).reshape(-1).contiguous()

@@ -1,0 +1,154 @@
+"""The operators of batch norm over groups of ranks, against formulas in float64."""
+
+import pytest
+import torch
+
+from apex.contrib._shared.native.operands import statistics_dtype
+from apex.contrib.group_batch_norm import ops
+from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit.opcheck import opcheck_samples
+
+SIZES = {  # rows, channels
+    "one": (1, 1),
+    "odd": (21, 5),
+    "narrow": (3000, 3),
+    "packs": (128, 64),
+    "tail": (400, 70),
+    "wide": (15, 1100),
+    "long": (40_001, 2),
+}
+GRID = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+
+
+def rows(size, dtype, device, count=1):
+    values = [torch.randn(size) * 2 + 1 for _ in range(count)]
+    return [value.to(device=device, dtype=dtype) for value in values]
+
+
+def vectors(c, dtype, device, count):
+    dtype = statistics_dtype(dtype)
+    return [(torch.rand(c) + 0.5).to(device=device, dtype=dtype) for _ in range(count)]
+
+
+def ulps_of_sum(dtype):
+    """A rounding to float32 after one per part; in float64 no wider type sums the parts."""
+    return 40 if dtype == torch.float64 else 2
+
+
+@DTYPE
+@GRID
+def test_moments(size, dtype, device):
+    (x,) = rows(size, dtype, device)
+    actual = ops.moments(x)
+    assert [a.dtype for a in actual] == [statistics_dtype(dtype)] * 2
+    reference = lambda x: (x.mean(0), x.var(0, unbiased=False))
+    # Of both sums around a pivot, rounded to float32, the larger may be twice the variance.
+    assert_as_accurate_as(reference, actual, x, ulps=2 * ulps_of_sum(dtype))
+
+
+def test_moments_of_far_rows(device):
+    """A mean of 1e4 standard deviations, and a row of zeros at the border of an image."""
+    x = torch.randn(500, 70, device=device) + 1e4
+    for offset in (x, torch.cat([x, torch.zeros_like(x[:1])]), torch.full_like(x, 3e4)):
+        reference = lambda x: (x.mean(0), x.var(0, unbiased=False))
+        # Of 300 random inputs the worst is off by 4.5 ulp.
+        assert_as_accurate_as(reference, ops.moments(offset), offset, ulps=6)
+    assert ops.moments(torch.full_like(x, 0.1))[1].max() < 1e-12
+    assert all(v.isnan().any() for v in ops.moments(torch.where(x == x.max(), torch.nan, x)))
+    empty = ops.moments(x[:0])
+    assert not torch.stack(empty).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_merge(dtype, device):
+    parts = [torch.randn(n, 7, dtype=dtype, device=device) + n for n in (1, 30, 4)]
+    count = torch.tensor([1, 30, 0, 4], device=device)
+    mean, var = (torch.stack(v) for v in zip(*map(ops.moments, parts), strict=True))
+    mean, var = (torch.cat([v[:2], torch.zeros_like(v[:1]), v[2:]]) for v in (mean, var))
+    reference = lambda x: (x.mean(0), x.var(0), (x.var(0, unbiased=False) + 1e-3).rsqrt())
+    actual = ops.merge(mean, var, count, 1e-3)
+    assert_as_accurate_as(reference, actual, torch.cat(parts), ulps=ulps_of_sum(dtype))
+
+
+@DTYPE
+@GRID
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+@pytest.mark.parametrize("with_z", [False, True], ids=["", "z"])
+def test_forward(with_z, relu, size, dtype, device):
+    x, z = rows(size, dtype, device, 2)
+    given = vectors(size[1], dtype, device, 4)
+    z = z if with_z else None
+
+    def reference(x, z, mean, inv_std, weight, bias):
+        p = (x - mean) * inv_std * weight + bias + (0 if z is None else z)
+        return p.relu() if relu else p
+
+    actual = ops.forward(x, z, *given, relu)
+    assert actual.dtype == dtype
+    assert_as_accurate_as(reference, actual, x, z, *given)
+
+
+@DTYPE
+@GRID
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+def test_sums(relu, size, dtype, device):
+    dy, x, y = rows(size, dtype, device, 3)
+    y = y.relu() if relu else None
+    (mean,) = vectors(size[1], dtype, device, 1)
+
+    def reference(dy, x, mean):
+        dy = dy if y is None else torch.where(y <= 0, 0, dy)
+        return dy.sum(0), (dy * (x - mean)).sum(0)
+
+    masked, *actual = ops.sums(dy, x, y, mean)
+    assert_as_accurate_as(reference, actual, dy, x, mean, ulps=ulps_of_sum(dtype))
+    assert torch.equal(masked, torch.where(y <= 0, 0, dy) if relu else dy.new_empty(0))
+
+
+@DTYPE
+@GRID
+def test_backward(size, dtype, device):
+    dy, x = rows(size, dtype, device, 2)
+    given = vectors(size[1], dtype, device, 5)
+    count = torch.tensor([size[0] * 2], device=device)
+
+    def reference(dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, count):
+        slope = inv_std**2 * sum_dy_xmu / count
+        return (dy - sum_dy / count - (x - mean) * slope) * weight * inv_std
+
+    actual = ops.backward(dy, x, *given, count)
+    assert actual.dtype == dtype
+    assert_as_accurate_as(reference, actual, dy, x, *given, count)
+
+
+@DTYPE
+def test_opcheck(dtype, device):
+    dy, x, z = rows((6, 3), dtype, device, 3)
+    mean, inv_std, weight, bias, sums = vectors(3, dtype, device, 5)
+    count = torch.tensor([10], device=device)
+    opcheck_samples(ops.moments, [(x,)])
+    opcheck_samples(ops.merge, [(mean[None], weight[None], count, 1e-5)])
+    forward = [(x, added, mean, inv_std, weight, bias, True) for added in (None, z)]
+    opcheck_samples(ops.forward, forward)
+    opcheck_samples(ops.sums, [(dy, x, None, mean), (dy, x, z, mean)])
+    opcheck_samples(ops.backward, [(dy, x, mean, inv_std, weight, sums, sums, count)])
+
+
+def test_ops_refuse_what_would_be_unsafe(device):
+    (x,) = rows((6, 3), torch.float32, device)
+    v, count = torch.ones(3, device=device), torch.ones(1, dtype=torch.int64, device=device)
+    for text, call in {
+        "x must be contiguous rows": lambda: ops.moments(x.t()),
+        "expected float64, float32, float16 or bfloat16": lambda: ops.moments(x.int()),
+        "mean must be": lambda: ops.forward(x, None, v[:2], v, v, v, False),
+        "weight must be": lambda: ops.forward(x, None, v, v, v.half(), v, False),
+        "z must be": lambda: ops.forward(x, x.half(), v, v, v, v, False),
+        "dy must be": lambda: ops.sums(x[:1], x, None, v),
+        "y must be": lambda: ops.sums(x, x, x[:1], v),
+        "count must be": lambda: ops.backward(x, x, v, v, v, v, v, count.int()),
+        "biased_var must be": lambda: ops.merge(v[None], v[:1], count, 1e-5),
+        "mean must be float32 or float64": lambda: ops.merge(v[None].half(), v[None], count, 1e-5),
+    }.items():
+        with pytest.raises(RuntimeError, match=text):
+            call()
