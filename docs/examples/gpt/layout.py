@@ -1,0 +1,80 @@
+"""Processes and their groups, and what has to be summed over which of them."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex.transformer import parallel_state
+from apex.transformer.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+
+
+def start_processes(tensor: int, pipeline: int) -> torch.device:
+    """Join the processes that torchrun started, or be the only one; make the groups."""
+    has_gpu = torch.cuda.is_available()
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if has_gpu
+        else torch.device("cpu")
+    )
+    if has_gpu:
+        torch.cuda.set_device(device)
+    backend = "nccl" if has_gpu else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    return device
+
+
+def stop_processes() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def layout() -> dict[str, int]:
+    """How many tensor-parallel ranks, pipeline stages and replicas there are."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def mean_of_losses(losses: list[Tensor], device: torch.device) -> float:
+    """The mean over micro-batches, which the last stage has, and over replicas; on every rank."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if losses:
+        total += torch.stack(losses).double().mean()
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.item() / parallel_state.get_data_parallel_world_size()
+
+
+def complete_gradients(model: nn.Module) -> None:
+    """With sequence parallelism, add up what each rank knows of its part of the sequence."""
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        for param in model.parameters():
+            if getattr(param, "sequence_parallel_enabled", False):
+                group = parallel_state.get_tensor_model_parallel_group()
+                dist.all_reduce(param.grad, group=group)
+
+
+def clip_gradients(model: nn.Module, largest: float) -> float:
+    """Scale the gradients so that the norm of all of them, on all ranks, is at most ``largest``.
+
+    Returns the norm before. Parameters that every tensor-parallel rank has count once.
+    """
+    params = list(model.parameters())
+    counted = [p.grad for p in params if param_is_not_tensor_parallel_duplicate(p)]
+    squared = torch.zeros((), dtype=torch.float64, device=params[0].device)
+    if counted:
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in counted])
+        squared += norms.square().sum()
+    dist.all_reduce(squared, group=parallel_state.get_model_parallel_group())
+    norm = squared.sqrt().item()
+    if norm > largest:
+        torch._foreach_mul_([p.grad for p in params], largest / norm)
+    return norm
