@@ -11,6 +11,7 @@ import nox
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from ci import dirty, workspace
+from ci.hosts import network
 from ci.workspace import DIST, MATRIX, PACKAGES, ROOT
 
 nox.needs_version = ">=2025.2.9"
@@ -22,7 +23,12 @@ workspace.find_pyenv_interpreters()
 TORCH = MATRIX["torch"]["build"]
 TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["tools"].items()]
 TOOLS.append("tomli; python_version < '3.11'")  # reads ci/matrix.toml
+DOCS_TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["docs"]["tools"].items()]
+# What builds, checks and tags what is released, and tells its changes.
+RELEASE_TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["release"]["tools"].items()]
+CIBUILDWHEEL = f"cibuildwheel=={MATRIX['release']['cibuildwheel']}"
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+TEST_TOOLS = ["pytest", "pytest-timeout"]
 TEST_ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "",
     "OMP_NUM_THREADS": "2",
@@ -54,10 +60,15 @@ def family(names, values, ids):
     return one_line
 
 
+def local_wheels():
+    """Return what shows uv the local wheels that pip is shown."""
+    links = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
+    return {"UV_FIND_LINKS": links} if links else {}
+
+
 def install(session, *requirements, local_links=True):
     """Install with uv, which is also shown the local wheels that pip is shown."""
-    links = ",".join(os.environ.get("PIP_FIND_LINKS", "").split()) if local_links else ""
-    session.install(*requirements, env={"UV_FIND_LINKS": links} if links else {})
+    session.install(*requirements, env=local_wheels() if local_links else {})
 
 
 def install_wheels(session, packages, *others, torch=TORCH, local_links=True):
@@ -94,7 +105,7 @@ def pytest(session, *paths, builds=False):
     session.run(*command, env=environment, success_codes=codes)
 
 
-@nox.session
+@nox.session(tags=["ci"])
 def lint(session):
     """Check style, formatting and the house rules; change nothing (-- --fix to repair)."""
     install(session, *TOOLS, f"import-linter=={MATRIX['contracts']['import-linter']}")
@@ -103,6 +114,9 @@ def lint(session):
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     sources = [str(f) for f in workspace.files("*.h", "*.cpp")]
     session.run("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources)
+    if fix:
+        session.run("python", "ci/supported.py")
+    session.run("zizmor", "--offline", "--quiet", "--min-severity", "medium", ".github")
     session.run("python", "ci/lint.py")
     with tempfile.TemporaryDirectory() as folder:
         merged = workspace.merge_sources(Path(folder, "merged"))
@@ -120,13 +134,37 @@ def build(session):
     if not stale:
         session.log("dist/ is up to date")
         return
-    install(session, f"torch=={TORCH}", "build", "hatchling", "ninja")
+    install(session, f"torch=={TORCH}", "hatchling", "ninja", *RELEASE_TOOLS)
     for package in stale:
         for old in workspace.artifacts(package, "*"):
             old.unlink()
         command = ["python", "-m", "build", "--no-isolation", "--outdir", str(DIST)]
         session.run(*command, f"packages/{package}", env=environment | COMPILING)
+        made = map(str, workspace.artifacts(package, "*.whl"))
+        session.run("python", "ci/check_wheel.py", "--local", *made)
         workspace.record_built(package, environment)
+
+
+@nox.session
+def release(session):
+    """Check, build, try out and tag a package (-- PACKAGE VERSION; --dry-run leaves no tag)."""
+    install(session, f"torch=={TORCH}", "hatchling", "ninja", "packaging", "uv", *RELEASE_TOOLS)
+    install(session, "tomli; python_version < '3.11'")
+    environment = TEST_ENVIRONMENT | COMPILING | local_wheels()
+    session.run("python", "ci/release.py", *session.posargs, env=environment)
+
+
+@nox.session
+def manylinux(session):
+    """Build and check a wheel in manylinux_2_28, from an sdist (-- SDIST FOLDER); needs docker."""
+    sdist, folder = session.posargs
+    install(session, CIBUILDWHEEL, "uv", *RELEASE_TOOLS, "tomli; python_version < '3.11'")
+    session.run("cibuildwheel", sdist, "--output-dir", folder, env=workspace.cibuildwheel())
+    oldest = Path(session.create_tmp(), "torch").resolve()
+    torch = ["--no-deps", "--target", str(oldest), f"torch=={MATRIX['torch']['versions'][0]}"]
+    session.run("uv", "pip", "install", *torch)
+    made = map(str, Path(folder).glob("*.whl"))
+    session.run("python", "ci/check_wheel.py", *made, "--torch", str(oldest / "torch" / "lib"))
 
 
 def sample_of(session, package):
@@ -141,7 +179,7 @@ def sample_of(session, package):
 TESTED = [*PACKAGES, "together", "examples"]
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], tags=["ci"])
 @family("package", TESTED, TESTED)
 def tests(session, package):
     """Install one wheel alone and run its package's tests; then all five, and the rest."""
@@ -152,8 +190,9 @@ def tests(session, package):
         paths = ["docs/examples"]
         options = ONE_THREAD
     elif package == "together":
-        install_wheels(session, PACKAGES, "nox", "uv", "pip", "hatchling", *TOOLS)
-        paths = ["ci", "--ignore=ci/clients", "shared_csrc"]
+        install_wheels(session, PACKAGES, "nox", "uv", "pip", "hatchling", *TOOLS, *RELEASE_TOOLS)
+        install(session, *DOCS_TOOLS, f"{CIBUILDWHEEL}; python_version >= '3.11'")
+        paths = ["ci", "--ignore=ci/clients", "--ignore=ci/install", "shared_csrc"]
     else:
         install_wheels(session, [package])
     install(session, "pytest-xdist")
@@ -164,10 +203,19 @@ def tests(session, package):
     pytest(session, *paths, *(PARALLEL if package == "together" else []), builds=True)
 
 
+@nox.session(name="install", requires=["build"])
+def installation(session):
+    """Install in every way that people do, where something is missing or in the way (minutes)."""
+    tools = ["pip", "uv", "hatchling", "ninja", "filelock", "numpy", "pytest-xdist", *TEST_TOOLS]
+    install(session, f"torch=={TORCH}", *tools)
+    command = ["python", "-m", "pytest", "-q", "--timeout", "600", "ci/install"]
+    session.run(*command, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
+
+
 MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python{p}") is not None)
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], tags=["ci"])
 @family("python,torch", MATRIX_RUNS, ["-".join(r[::-1]) for r in MATRIX_RUNS])
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
@@ -183,6 +231,18 @@ def matrix(session, torch):
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
+@nox.session(requires=["build"])
+def nightly(session):
+    """Run a sample of all packages' tests on torch's nightly build (-- ADDRESS of its index)."""
+    if not session.posargs or not session.posargs[0]:
+        session.error("expected the address of an index with torch's nightly builds")
+    wheels = [f"{p}[test] @ {workspace.wheel(p).as_uri()}" for p in PACKAGES]
+    index = ["--prerelease", "allow", "--index", session.posargs.pop(0)]
+    install(session, *index, "torch", *wheels, "pytest-xdist", "setuptools")
+    sample = ["-p", "ci.sampling", "--cases-per-test", "2", *ONE_THREAD]
+    pytest(session, *sample, *(f"packages/{p}/tests" for p in PACKAGES))
+
+
 def client_runs():
     """Return, for every client of ci/matrix.toml, the Python that it runs on, and its name."""
     return [(c.get("python", THIS_PYTHON), name) for name, c in MATRIX["clients"].items()]
@@ -196,6 +256,11 @@ def clients(session, client):
     # A torch among local wheels is of another build than the index's torchvision.
     local_links = not any(r.startswith("torchvision") for r in facts["requires"])
     install_wheels(session, PACKAGES, *facts["requires"], local_links=local_links)
+    if "alone" in facts:
+        # flash-attn: without its kernels, and without looking for a wheel on the network.
+        python_only = {f"FLASH_ATTENTION_{v}": "TRUE" for v in ("SKIP_CUDA_BUILD", "FORCE_BUILD")}
+        options = ["--no-deps", "--no-build-isolation"]
+        session.install(*options, *facts["alone"], env=local_wheels() | python_only)
     for file in facts["tests"]:  # each in a process of its own: clients keep global state
         pytest(session, f"ci/clients/{file}")
 
@@ -255,11 +320,38 @@ def compile_with(session, cxx, ops):
     session.run("python", "-m", "pytest", "-q", "--timeout", "600", test, env=environment)
 
 
+QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
+
+
+def compile_for_arm64(session, ops):
+    """Compile every CPU op for arm64; run the tests of shared_csrc/ that need no torch by qemu."""
+    for tool, package in (
+        ("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu"),
+        (QEMU[0], "qemu-user"),
+    ):
+        if not shutil.which(tool):
+            session.error(f"{tool} was not found. On Debian and Ubuntu: apt-get install {package}")
+    install(session, f"pyelftools=={MATRIX['release']['tools']['pyelftools']}")
+    session.run("python", "ci/aarch64.py", *ops, env=COMPILING)
+    if ops:
+        return
+    install(session, "hypothesis", "numpy", "pytest", "pytest-timeout", "pytest-xdist")
+    environment = TEST_ENVIRONMENT | {
+        "CXX": "aarch64-linux-gnu-g++",
+        "APEX_CPU_LEVEL": "baseline",
+        "APEX_TEST_RUNNER": " ".join(QEMU),
+    }
+    names = ("engines", "exp", "fold", "halves", "pairs", "segment_sum")
+    tests = [f"shared_csrc/tests/test_{name}.py" for name in names]
+    own = "not sanitized and not emulated and not compilers"  # not for this machine
+    session.run("python", "-m", "pytest", "-q", *PARALLEL, "-k", own, *tests, env=environment)
+
+
 CXX = MATRIX["cpu"]["compilers"]
-COMPILED = ["cuda", "hip", "cpu", *CXX]
+COMPILED = ["cuda", "hip", "cpu", *CXX, "aarch64"]
 
 
-@nox.session
+@nox.session(tags=["ci"])
 @family("compiler", COMPILED, COMPILED)
 def kernels(session, compiler):
     """Compile every op (-- OP... for some) for all GPUs, CPUs, and by old compilers; check it."""
@@ -269,6 +361,9 @@ def kernels(session, compiler):
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
     if compiler in CXX:
         compile_with(session, compiler, ops)
+        return
+    if compiler == "aarch64":
+        compile_for_arm64(session, ops)
         return
     if compiler == "cpu":
         session.run("python", "ci/vectors.py", *ops)
@@ -284,7 +379,7 @@ def kernels(session, compiler):
     session.run(*command, env=COMPILING)
 
 
-@nox.session
+@nox.session(tags=["ci"])
 def emulate(session):
     """Run GPU kernels on an emulated GPU, which finds their faults (-- OP... for some)."""
     ops_first(session)
@@ -300,11 +395,31 @@ def demo(session):
     session.run("python", "docs/examples/imagenet/demo.py", *session.posargs)
 
 
+@nox.session
+def hosts(session):
+    """Train on three hosts that die and rejoin, and compare bits (needs root: namespaces)."""
+    if missing := network.what_is_missing():
+        session.skip(missing)
+    install(session, f"torch=={TORCH}", "numpy", "-e", "packages/apex-parallel")
+    session.run("python", "ci/hosts/rehearsal.py", env=TEST_ENVIRONMENT)
+
+
 @nox.session(requires=["build"])
 def bench(session):
     """Time kernels against their peers (-- NAME... for some); figures go to docs/benchmarks."""
     install_wheels(session, PACKAGES, "matplotlib", *MATRIX["bench"]["peers"])
     session.run("python", "ci/benchmarks.py", *session.posargs)
+
+
+@nox.session(tags=["ci"])
+def docs(session):
+    """Build the documentation site, strictly, into dist/site (-- serve to look at it)."""
+    install(session, f"torch=={TORCH}", *TOOLS, *DOCS_TOOLS)
+    site = DIST / "site"
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("python", "ci/docs.py", session.create_tmp(), str(site), env=quiet)
+    if "serve" in session.posargs:
+        session.run("python", "-m", "http.server", "--bind", "127.0.0.1", "-d", str(site))
 
 
 @nox.session
@@ -316,6 +431,6 @@ def new_op(session):
 
 @nox.session(venv_backend="none")
 def ci(session):
-    """Run what CI runs: lint, tests, matrix, emulate, kernels."""
-    for name in ("lint", "tests", "matrix", "emulate", "kernels"):
+    """Run what CI runs: lint, docs, tests, matrix, emulate, kernels."""
+    for name in ("lint", "docs", "tests", "matrix", "emulate", "kernels"):
         session.notify(name)

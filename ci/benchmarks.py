@@ -1,9 +1,10 @@
-"""Run benchmarks, each in fresh processes, and write figures, tables and plots to docs/benchmarks.
+"""Run benchmarks, each in fresh processes, and write their figures to docs/benchmarks.
+
+`nox -s docs` makes a table and a plot of them.
 
 python ci/benchmarks.py [NAME...]   NAME: a package, or part of a benchmark's name; default: all
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -50,34 +51,14 @@ def measure(file: Path) -> None:
         settings = {"OMP_NUM_THREADS": str(threads), "APEX_BENCH_JSON": str(partial), **malloc}
         settings["APEX_BENCH_DEVICE"] = "cpu"  # of a GPU: ci/gpu.py
         run([sys.executable, str(file)], settings)
-    results = RESULTS / f"{name}.jsonl"
-    partial.replace(results)
-    write_report(name, results, cores)
+    partial.replace(RESULTS / f"{name}.jsonl")
 
 
-def write_report(name: str, results: Path, cores: int) -> None:
-    """Write the table, and the plot of the setting that compares kernels alone."""
-    bench = [sys.executable, "-m", "apex_testkit.bench"]
-    picture = results.with_suffix(".png")
-    main_setting = results.with_suffix(".main.jsonl")
-    with main_setting.open("w") as file:
-        for line in results.read_text().splitlines():
-            record = json.loads(line)
-            if record["threads"] == cores and record["malloc"] == "tuned":
-                file.write(line + "\n")
-    run([*bench, "plot", str(main_setting), str(picture)], {})
-    main_setting.unlink()
-    table = run([*bench, "table", str(results)], {}, capture=True)
-    report = f"# {name}\n\n`nox -s bench -- {name}` repeats it.\n\n![]({picture.name})\n\n"
-    results.with_suffix(".md").write_text(f"{report}```\n{table}```\n")
-
-
-def run(command: list[str], settings: dict[str, str], *, capture: bool = False) -> str:
+def run(command: list[str], settings: dict[str, str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "ci" / "testkit")} | settings
-    done = subprocess.run(command, env=environment, text=True, check=False, capture_output=capture)
+    done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
         sys.exit(f"benchmarks: {' '.join(command)} failed with exit status {done.returncode}")
-    return done.stdout or ""
 
 
 if __name__ == "__main__":

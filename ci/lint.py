@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ci import metadata, supported
 from ci.structure import structure
 from ci.workspace import MATRIX, PACKAGES, ROOT, files
 
@@ -47,6 +48,8 @@ def main() -> int:
         documented_commands,
         pinned_hooks,
         packages_structure,
+        supported_versions,
+        published_metadata,
     )
     complaints = [complaint for rule in rules for complaint in rule(ROOT)]
     print("\n".join(complaints))
@@ -108,8 +111,8 @@ def long_functions(root: Path) -> Iterator[str]:
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
-            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
-            lines = node.end_lineno - body[0].lineno + 1
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = node.end_lineno - body[0].lineno + 1 if body else 0
             if lines > MAX_FUNCTION_LINES:
                 where = f"{file.relative_to(root)}:{node.lineno}"
                 yield f"{where}: {node.name}() has {lines} lines, more than {MAX_FUNCTION_LINES}"
@@ -146,6 +149,16 @@ def noxfile(root: Path) -> str:
 def packages_structure(root: Path) -> Iterator[str]:
     """See ci/structure.py."""
     yield from structure(root, files())
+
+
+def supported_versions(root: Path) -> Iterator[str]:
+    """See ci/supported.py."""
+    yield from supported.complaints(root)
+
+
+def published_metadata(root: Path) -> Iterator[str]:
+    """See ci/metadata.py."""
+    yield from metadata.complaints(root)
 
 
 def pinned_hooks(root: Path) -> Iterator[str]:

@@ -22,6 +22,8 @@ MATRIX = tomllib.loads((ROOT / "ci" / "matrix.toml").read_text())
 # What reaches a wheel. Its tests and benchmarks do not.
 _SHARED_SOURCES = ("shared_csrc/include", "shared_csrc/native", "shared_csrc/__init__.py")
 _NOT_PACKED = ("tests", "benchmarks", "changes")
+# auditwheel leaves them where they are: the user's torch brings them.
+TORCH_LIBRARIES = ("libtorch*.so*", "libc10*.so*")
 _BUILD_VARIABLES = ("BUILD_VERSION", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "CXX")
 
 
@@ -83,6 +85,33 @@ def record_built(package: str, environment: dict[str, str]) -> None:
 def artifacts(package: str, pattern: str) -> list[Path]:
     """Return the package's files in dist/, such as its ``*.whl``."""
     return sorted(DIST.glob(f"{package.replace('-', '_')}-{pattern}"))
+
+
+def cibuildwheel() -> dict[str, str]:
+    """Return the variables that make cibuildwheel build a release's wheel.
+
+    As in ci/release.py, the build takes torch, and nvcc for the GPU kernels, from its own
+    environment, and auditwheel leaves torch's libraries where they are.
+    """
+    install = (
+        "python -m pip install uv",
+        f"uv pip install --system --torch-backend cpu torch=={MATRIX['torch']['build']}",
+        "uv pip install --system hatchling ninja "
+        f"'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={MATRIX['cuda']['toolkit']}'",
+    )
+    python = "cp" + MATRIX["release"]["python"].replace(".", "")
+    repair = "auditwheel repair --only-plat --plat manylinux_2_28_$(uname -m) -w {dest_dir} "
+    repair += " ".join(f"--exclude '{library}'" for library in TORCH_LIBRARIES)
+    return {
+        "CIBW_BUILD": f"{python}-manylinux_*",
+        "CIBW_ARCHS": "native",
+        "CIBW_MANYLINUX_X86_64_IMAGE": "manylinux_2_28",
+        "CIBW_MANYLINUX_AARCH64_IMAGE": "manylinux_2_28",
+        "CIBW_BEFORE_BUILD": " && ".join(install),
+        "CIBW_BUILD_FRONTEND": "build; args: --no-isolation",
+        "CIBW_ENVIRONMENT": "APEX_BUILD_CPP_OPS=1 APEX_BUILD_CUDA_OPS=1",
+        "CIBW_REPAIR_WHEEL_COMMAND_LINUX": f"{repair} {{wheel}}",
+    }
 
 
 def wheel(package: str) -> Path:

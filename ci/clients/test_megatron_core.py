@@ -1,14 +1,16 @@
 """megatron-core's optimizers, gradient clipping and layer norm run with Apex's functions."""
 
 import amp_C
+import fused_weight_gradient_mlp_cuda
 import pytest
 import torch
+from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core import optimizer as megatron
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions import fused_layer_norm
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as wrappers
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MegatronModule, TransformerConfig, transformer_block
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -67,6 +69,7 @@ def test_finds_our_functions():
     assert clip_grads.l2_norm_impl is amp_C.multi_tensor_l2norm
     assert fused_layer_norm.FusedLayerNormAffineFunction is FusedLayerNormAffineFunction
     assert transformer_block.LayerNormImpl is fused_layer_norm.FusedLayerNorm
+    assert layers.fused_weight_gradient_mlp_cuda is fused_weight_gradient_mlp_cuda
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -182,6 +185,46 @@ def test_state_is_what_checkpoints_read():
         p.grad = torch.ones_like(p)
     inner.step()
     assert all(group["step"] == 3 for group in inner.param_groups)
+
+
+@pytest.mark.parametrize("accumulated", ["wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"])
+def test_gradient_accumulation_fusion(accumulated, monkeypatch):
+    """Its two linear layers add the gradients of two micro-batches to ``main_grad``."""
+    torch.manual_seed(0)
+    calls = []
+    own = getattr(fused_weight_gradient_mlp_cuda, accumulated)
+    spied = lambda *given: (calls.append(given), own(*given))[1]
+    monkeypatch.setattr(fused_weight_gradient_mlp_cuda, accumulated, spied)
+    dtype = torch.float32 if accumulated.endswith("fp32") else torch.bfloat16
+    options = {"init_method": torch.nn.init.xavier_normal_, "bias": True, "skip_bias_add": False}
+    options["config"] = ModelParallelConfig(
+        gradient_accumulation_fusion=True,
+        params_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+    )
+    first = layers.ColumnParallelLinear(16, 24, **options)
+    second = layers.RowParallelLinear(24, 8, input_is_parallel=True, **options)
+    weights = [first.weight, second.weight]
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape, dtype=dtype)
+    truth = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+    for _ in range(2):
+        x = torch.randn(5, 3, 16, dtype=torch.bfloat16)
+        dy = torch.randn(5, 3, 8, dtype=torch.bfloat16)
+        hidden = first(x)[0]
+        second(hidden)[0].backward(dy)
+        plain = hidden.detach().double().requires_grad_()
+        plain_weights = [weight.detach().double().requires_grad_() for weight in weights]
+        (plain @ plain_weights[1].T).backward(dy.double())
+        (x.double() @ plain_weights[0].T).backward(plain.grad.bfloat16().double())
+        for total, weight in zip(truth, plain_weights, strict=True):
+            total += weight.grad
+    assert len(calls) == 4
+    for weight, total in zip(weights, truth, strict=True):
+        assert weight.grad is None
+        # bfloat16 is rounded after each of the two micro-batches; values are below 8.
+        atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-5, 2**-7)
+        torch.testing.assert_close(weight.main_grad.double(), total, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["plain", "memory_efficient"])

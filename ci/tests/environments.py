@@ -55,13 +55,20 @@ def run(*command, cwd=ROOT, env=None, check=True) -> subprocess.CompletedProcess
 
 
 class Environment:
-    """A virtual environment that has this one's packages, but none of Apex's."""
+    """A virtual environment that has this one's packages, but none of Apex's.
 
-    def __init__(self, folder: Path):
+    Args:
+        folder: where it is made.
+        is_empty: whether it has no package at all.
+    """
+
+    def __init__(self, folder: Path, *, is_empty: bool = False):
         self.folder = folder
         self.python = folder / "bin" / "python"
         run("uv", "venv", "--quiet", "--python", sys.executable, folder)
         (self.site,) = folder.glob("lib/python*/site-packages")
+        if is_empty:
+            return
         # amp_C.py and other modules at the top level have names of their own.
         ours = {
             file.parts[0]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ci import lint
+from ci import lint, metadata
+from ci.workspace import MATRIX, PACKAGES, ROOT, tomllib
 
 LONG_FUNCTION = "def f():\n" + "    pass\n" * 41
 DOCUMENTED = 'def f():\n    """' + "\n    words\n" * 60 + '    """\n    return 1\n'
@@ -67,5 +68,39 @@ def test_python_rules(complaints, rule, text, is_allowed):
     assert (complaints(rule, "module.py", text) == []) == is_allowed
 
 
+HOME = MATRIX["home"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"[here]({HOME}) [page]({HOME}/blob/main/docs/index.md#any) [up](#top)", []),
+        (f"[folder]({HOME}/tree/main/docs/guides) [paper](https://arxiv.org/abs/1)", []),
+        ("[page](docs/index.md)", ["links to docs/index.md, which is not there"]),
+        ("![plot](plot.png)", ["links to plot.png, which is not there"]),
+        (
+            f"[page]({HOME}/blob/main/docs/none.md)",
+            [f"links to {HOME}/blob/main/docs/none.md"],
+        ),
+        (f"[page]({HOME}/wiki)", [f"links to {HOME}/wiki, which the repository does not have"]),
+        ("see `docs/index.md`, or `apex/docs`", ["names `docs/index.md`, which readers"]),
+    ],
+)
+def test_readmes_on_a_package_index(text, said):
+    found = list(metadata.readme_complaints(text, ROOT))
+    assert len(found) == len(said)
+    assert all(complaint.startswith(start) for complaint, start in zip(found, said, strict=True))
+
+
+@pytest.mark.parametrize("spoilt", ["urls", "classifiers", "requires-python", "license", None])
+def test_metadata_of_a_package(spoilt):
+    file = ROOT / "packages" / PACKAGES[0] / "pyproject.toml"
+    project = tomllib.loads(file.read_text())["project"]
+    if spoilt:
+        project[spoilt] = {"urls": {}, "requires-python": ">=3"}.get(spoilt, [])
+    assert len(list(metadata.project_complaints(project, PACKAGES[0]))) == bool(spoilt)
+
+
 def test_the_repository_itself_obeys():
-    assert [c for rule in (lint.identical_copies, lint.pinned_hooks) for c in rule(lint.ROOT)] == []
+    rules = (lint.identical_copies, lint.pinned_hooks, lint.published_metadata)
+    assert [c for rule in rules for c in rule(lint.ROOT)] == []

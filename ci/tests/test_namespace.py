@@ -111,12 +111,12 @@ def test_every_name_of_apex_with_all_wheels(environment, source_wheels, monkeypa
 
 def test_every_form_says_it(environment, source_wheels):
     environment.install(source_wheels["apex-contrib"])
-    expected = ": apex.contrib.groupbn is not in apex-contrib "
+    expected = ": apex.contrib.torchsched is not in apex-contrib "
     for answer in environment.results(
-        "import apex.contrib.groupbn",
-        "from apex.contrib import groupbn",
-        "from apex.contrib.groupbn import BatchNorm2d_NHWC",
-        "import importlib; importlib.import_module('apex.contrib.groupbn')",
+        "import apex.contrib.torchsched",
+        "from apex.contrib import torchsched",
+        "from apex.contrib.torchsched import get_backend",
+        "import importlib; importlib.import_module('apex.contrib.torchsched')",
     ):
         assert answer.startswith(f"ModuleNotFoundError{expected}")
     gone = "apex.pyprof is not part of the Apex wheels. Use torch.profiler instead."
@@ -175,16 +175,14 @@ def test_another_apex_in_the_same_place(environment, source_wheels, trace):
     assert "pip uninstall apex" in answer
 
 
-def test_importing_is_quick(environment, source_wheels):
-    """A millisecond at most, folders listed and all."""
+def test_importing_loads_nothing_else(environment, source_wheels):
+    """Not torch, nor what reads metadata: the names are answered when somebody asks."""
     environment.install(*source_wheels.values())
-    timing = (
-        "import importlib, time, apex\n"
-        "def seconds():\n"
-        "    start = time.perf_counter()\n"
-        "    importlib.reload(apex)\n"
-        "    return time.perf_counter() - start\n"
-        "best = min(seconds() for _ in range(50))\n"
-        "assert best < 1e-3, best"
+    code = (
+        "import importlib.util, os, pkgutil, sys\n"
+        "before = set(sys.modules)\n"
+        "import apex\n"
+        "print(sorted(set(sys.modules) - before))"
     )
-    assert environment.results(timing) == ["ok"]
+    done = run(environment.python, "-c", code, cwd=environment.folder)
+    assert done.stdout.strip() == "['apex']"

@@ -1,11 +1,15 @@
 """Sdists and wheels: what is in them, and that it does not matter where they are built."""
 
 import json
+import re
 import sys
 import zipfile
 
 import pytest
 from environments import NO_KERNELS, PACKAGES, ROOT, build_wheel, copy_checkout, run, unpack
+
+PROJECT = (ROOT / "packages" / "apex-amp" / "pyproject.toml").read_text()
+VERSION = re.search(r'^version = "(.+?)"', PROJECT, re.M)[1]
 
 
 def contents(wheel) -> dict[str, bytes]:
@@ -35,24 +39,32 @@ def test_wheel_has_all_it_needs_and_no_more(source_wheels, package):
     assert set(expected) <= set(names)
     info = next(n for n in names if n.endswith("/METADATA")).partition("/")[0]
     assert names[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
-    unwanted = [n for n in names if "test" in n or "benchmark" in n or "emulation" in n]
-    assert unwanted == []
+    unwanted = r"(^|/)(tests|benchmarks|emulation|(test|bench)_[^/]*)(/|$)"  # apex has a testing
+    assert [n for n in names if re.search(unwanted, n)] == []
     checkout = str(ROOT).encode()
     assert [n for n, data in names.items() if checkout in data] == []
 
 
-def test_build_version_overrides(tmp_path):
+def test_build_version_adds_a_local_part(tmp_path):
     package = ROOT / "packages" / "apex-amp"
-    wheel = build_wheel(package, tmp_path, {"BUILD_VERSION": "3.1.4"})
-    assert wheel.name == "apex_amp-3.1.4-py3-none-any.whl"
-    assert b"\nVersion: 3.1.4\n" in contents(wheel)["apex_amp-3.1.4.dist-info/METADATA"]
+    wheel = build_wheel(package, tmp_path, {"BUILD_VERSION": f"{VERSION}+cu130"})
+    assert wheel.name == f"apex_amp-{VERSION}+cu130-py3-none-any.whl"
+    metadata = contents(wheel)[f"apex_amp-{VERSION}+cu130.dist-info/METADATA"]
+    assert f"\nVersion: {VERSION}+cu130\n".encode() in metadata
+
+
+@pytest.mark.parametrize("foreign", ["3.1.4", f"{VERSION}.dev1", f"{VERSION}1", f"{VERSION}+"])
+def test_build_version_of_something_else_is_refused(tmp_path, foreign):
+    with pytest.raises(RuntimeError, match=r"BUILD_VERSION is '.*', and this package has version"):
+        build_wheel(ROOT / "packages" / "apex-amp", tmp_path, {"BUILD_VERSION": foreign})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_sdist_keeps_its_version(tmp_path):
     package = ROOT / "packages" / "apex-amp"
-    sdist = build_wheel(package, tmp_path, {"BUILD_VERSION": "3.1.4"}, target="sdist")
+    sdist = build_wheel(package, tmp_path, {"BUILD_VERSION": f"{VERSION}+a"}, target="sdist")
     wheel = build_wheel(unpack(sdist, tmp_path), tmp_path / "wheel", {"BUILD_VERSION": "9"})
-    assert wheel.name == "apex_amp-3.1.4-py3-none-any.whl"
+    assert wheel.name == f"apex_amp-{VERSION}+a-py3-none-any.whl"
 
 
 def test_building_touches_no_file_of_the_checkout(tmp_path):

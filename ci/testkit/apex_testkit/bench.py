@@ -83,6 +83,22 @@ def compare(
     timer = _time_cuda_cold if is_gpu else _time_cpu
     timings, load, attempts = _quietest(contestants, repeats, timer)
     loop_us = {name: _loop_us(f) if is_gpu else None for name, f in contestants.items()}
+    return _report(op, case, timings, load, attempts, device, bytes_moved, loop_us)
+
+
+def record_samples(op: str, case: str, samples: dict[str, list[float]], load: Load) -> list[dict]:
+    """Record, as :func:`compare` does, what a benchmark of several processes has measured itself.
+
+    Args:
+        samples: by contestant, microseconds.
+        load: what other processes took meanwhile; its own other processes count among them.
+    """
+    timings = {name: _summarize(values) for name, values in samples.items()}
+    return _report(op, case, timings, load, 1, "cpu", None, dict.fromkeys(timings))
+
+
+def _report(op, case, timings, load, attempts, device, bytes_moved, loop_us) -> list[dict]:
+    is_gpu = torch.device(device).type == "cuda"
     copy = copy_bandwidth(device) if bytes_moved else None
     ours = timings.get(OURS)
     records = []

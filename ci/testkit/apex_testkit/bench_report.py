@@ -90,10 +90,10 @@ def read_records(path: Path) -> list[dict]:
     return list(latest.values())
 
 
-def table(path: Path) -> str:
+def table(records: list[dict]) -> str:
     """Return the records as text, with the machine above each group of rows taken on it."""
     lines, shown = [], None
-    for record in read_records(path):
+    for record in records:
         machine = (
             f"{record['processor']}, {record['threads']} threads, torch {record['torch']}, "
             f"{record['malloc']} malloc, commit {record['commit'] or 'unknown'}"
@@ -130,16 +130,20 @@ def _peer(record: dict) -> str:
     return f"{record['contestant']} {record['ratio']:.2f}{loop}"
 
 
-def plot(source: Path, target: Path) -> None:
-    """Draw every peer's time relative to ours, a bar each, to a PNG or SVG file."""
+def plot(records: list[dict], target: Path) -> None:
+    """Draw every peer's time relative to ours, a bar each, to a PNG or SVG file.
+
+    Raises:
+        ValueError: no record is of a peer beside ``apex``.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    records = [r for r in read_records(source) if r["ratio"] and r["contestant"] != "apex"]
+    records = [r for r in records if r["ratio"] and r["contestant"] != "apex"]
     if not records:
-        raise ValueError(f"{source}: no record of a peer beside apex, nothing to plot")
+        raise ValueError("plot: no record of a peer beside apex, nothing to draw")
     labels = [f"{r['op']}, {r['case']}\n{r['contestant']}" for r in records]
     ratios = [r["ratio"] for r in records]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.42 * len(records)), layout="constrained")
@@ -147,8 +151,10 @@ def plot(source: Path, target: Path) -> None:
     bars = axes.barh(range(len(records)), ratios, color=colors)
     axes.bar_label(bars, labels=[f" {ratio:.2f}" for ratio in ratios], fontsize=8)
     axes.set_yticks(range(len(records)), labels, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(records) - 0.4, -0.6)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
+    axes.xaxis.set_minor_formatter(ticker.ScalarFormatter())
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("time of the peer / time of apex (above 1 apex is faster)")
     first = records[0]
@@ -170,8 +176,9 @@ def main(arguments: list[str]) -> int:
         command.add_argument("source", type=Path, help="file that APEX_BENCH_JSON named")
     commands.choices["plot"].add_argument("target", type=Path, help="PNG or SVG file to write")
     options = parser.parse_args(arguments)
+    records = read_records(options.source)
     if options.command == "table":
-        print(table(options.source))
+        print(table(records))
     else:
-        plot(options.source, options.target)
+        plot(records, options.target)
     return 0

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -65,13 +66,16 @@ class Side:
         self.params = list(module.params)
         assert all((p == 1 + i).all() for i, p in enumerate(self.params))  # rank 0's
 
-    def forward(self, number, terms):
-        self.graphs[number] = self.ddp(number, self.rank, terms[self.rank])
+    def forward(self, number, terms, local):
+        with self.ddp.no_sync() if local else nullcontext():
+            self.graphs[number] = self.ddp(number, self.rank, terms[self.rank])
 
     def fail(self, number, used, at):
         try:
             self.ddp(number, self.rank, used, at, forward_fails=at is None).backward()
         except ArithmeticError:
+            if at is not None and not self.ddp._disable_allreduce:
+                self.ddp.zero_grad()
             return
         raise AssertionError("the failure was swallowed")
 

@@ -45,6 +45,13 @@ class Mode:
     def rounds_moments(self):
         return self.make.cls is FusedSGD
 
+    @property
+    def takes_limits(self):
+        return self.make.cls is FusedAdam
+
+    def gradient(self, param):
+        return param.decoupled_grad if self.decoupled else param.grad
+
     def set_gradient(self, param, grad):
         if self.decoupled:
             param.decoupled_grad = grad
@@ -107,10 +114,10 @@ def adagrad(mode):
     return Mode(Maker(FusedAdagrad, hyper), models.adagrad, hyper, counts=False)
 
 
-def sgd(**options):
+def sgd(storage=None, dtypes=ALL, **options):
     hyper = {**MOMENTUM, **options}
-    maker = Maker(FusedSGD, {"lr": 0.05, **hyper})
-    return Mode(maker, models.sgd, hyper, counts=False, resync=True)
+    maker = Maker(FusedSGD, {"lr": 0.05, **hyper, **(storage or {})})
+    return Mode(maker, models.sgd, hyper, dtypes, counts=False, resync=True)
 
 
 def lars(**options):
@@ -126,6 +133,8 @@ BFLOAT16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 ON_DEVICE = {"capturable": True}
 WITH_MASTERS = {"master_weights": True}
 REMAINDERS = {"master_weights": True, "store_param_remainders": True}
+BY_CHANCE = {"stochastic_rounding": True, "rounding_seed": 3}
+ROUNDED = (torch.float32, torch.bfloat16, torch.float64)
 REDUCED = {"reduced_precision_dtype": torch.bfloat16}
 
 MODES = {
@@ -142,8 +151,13 @@ MODES = {
     ),
     "adam_float8": adam(storage=FLOAT8, dtypes=NARROW, resync=True, loose=0.07),
     "adam_bfloat16": adam({"adam_w_mode": False}, BFLOAT16, dtypes=NARROW, resync=True, loose=0.01),
+    "adam_by_chance": adam(storage=BY_CHANCE, dtypes=ROUNDED),
+    "adam_by_chance_capturable": adam(
+        storage={**BY_CHANCE, **ON_DEVICE}, dtypes=ROUNDED, capturable=True
+    ),
     "adam_decoupled": adam(storage={"use_decoupled_grad": True}, decoupled=True),
     "lamb": lamb(),
+    "lamb_by_chance": lamb(storage=BY_CHANCE, dtypes=ROUNDED),
     "lamb_unclipped": lamb(options={"max_grad_norm": 0.0, "grad_averaging": False}),
     "nvlamb": lamb(options={"use_nvlamb": True, "adam_w_mode": False}),
     "lamb_capturable": lamb(storage=ON_DEVICE, capturable=True),
@@ -160,6 +174,7 @@ MODES = {
     "sgd": sgd(momentum=0.0),
     "sgd_momentum": sgd(dampening=0.1),
     "nesterov": sgd(nesterov=True),
+    "sgd_by_chance": sgd(BY_CHANCE, ROUNDED),
     "sgd_late_decay": sgd(wd_after_momentum=True),
     "lars": lars(),
     "lars_nesterov": lars(nesterov=True),

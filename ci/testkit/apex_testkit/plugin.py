@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from .model_parallel import alone  # noqa: F401  (fixture)
 from .ranks import doomed_ranks, four_ranks, two_ranks  # noqa: F401  (fixtures)
 
 DEVICES = ("cpu", "cuda")

@@ -29,7 +29,7 @@ class Ranks:
     def _start(self):
         # A server forked from a fresh interpreter: no threads to inherit, torch imported once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
         init_file = self._folder / f"init_{self.world_size}_{next(self._counter)}"
         for rank in range(self.world_size):
             here, there = context.Pipe()
@@ -46,7 +46,8 @@ class Ranks:
             self._processes.append(process)
             self._connections.append(here)
 
-    def __call__(self, check, *, timeout_s=90, expect_death=(), **kwargs):
+    def failures(self, check, *, timeout_s=90, **kwargs):
+        """Run a check; by rank, the traceback or the exit code of those that did not pass."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -54,12 +55,15 @@ class Ranks:
         failures = self._collect(time.monotonic() + timeout_s)
         if failures:
             self.stop()
+        return failures
+
+    def __call__(self, check, *, expect_death=(), **kwargs):
+        failures = self.failures(check, **kwargs)
         unexpected = {rank: text for rank, text in failures.items() if rank not in expect_death}
         if unexpected or set(expect_death) - set(failures):
             pytest.fail("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
 
     def _collect(self, deadline):
-        """The traceback, or the exit code, of each rank that did not pass."""
         waiting = dict(zip(self._connections, range(self.world_size), strict=True))
         failures = {}
         while waiting:

@@ -1,0 +1,94 @@
+"""What is supported, as ci/matrix.toml has it: docs/supported.md and the README's sentence.
+
+`nox -s lint` checks both, `nox -s lint -- --fix` writes them.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ci.workspace import MATRIX, ROOT
+
+SENTENCE = re.compile(r"One wheel serves torch .*?(?=, because)", re.S)
+PAGE = "docs/supported.md"
+
+
+def minor(version: str) -> str:
+    """``"2.14.1"`` as ``"2.14"``."""
+    return ".".join(version.split(".")[:2])
+
+
+def last_torch(python: str) -> str:
+    torches = MATRIX["torch"]["versions"]
+    return MATRIX["torch"]["last_for_python"].get(python, torches[-1])
+
+
+def sentence() -> str:
+    """The README's sentence, from its first word to the comma."""
+    torches, pythons = MATRIX["torch"]["versions"], MATRIX["pythons"]
+    text = f"One wheel serves torch {minor(torches[0])} to {minor(torches[-1])} and Python "
+    text += f"{pythons[0]} to {pythons[-1]}"
+    ends = [(p, minor(last_torch(p))) for p in pythons if last_torch(p) != torches[-1]]
+    if ends:
+        text += f" ({' and '.join(f'on Python {p} torch itself ends with {t}' for p, t in ends)})"
+    return text
+
+
+def page() -> str:
+    """The page of supported versions."""
+    versions = ", ".join(MATRIX["torch"]["versions"])
+    oldest = minor(MATRIX["torch"]["versions"][0])
+    rows = "\n".join(
+        f"| {python} | {oldest} to {minor(last_torch(python))} |" for python in MATRIX["pythons"]
+    )
+    return f"""# Supported versions
+
+{sentence()}.
+
+| Python | torch |
+|---|---|
+{rows}
+
+- **Tested in CI**: the same wheels on torch {versions}. They are compiled against torch
+  {MATRIX["torch"]["build"]}, and use nothing that is younger than torch {oldest}.
+- **Systems**: Linux on x86-64 and arm64, with glibc 2.28 or later, as torch itself.
+- **C++ compilers**, where kernels are compiled at their first use: {_compilers()} or later.
+- **NVIDIA GPUs**: CI compiles every op for {", ".join(MATRIX["cuda"]["archs"])}, with the toolkit
+  {MATRIX["cuda"]["toolkit"]}. **AMD GPUs**: for {", ".join(MATRIX["hip"]["archs"])}. What has been
+  run on real cards stands [here](index.md#what-runs-where).
+
+## What you can rely on
+
+The six newest minor releases of torch are supported. The oldest one is given up only in a minor
+release of a package, and the release before announces it. A new torch is tested within a week: a
+workflow looks for it and opens a pull request with the tests' results. Pythons are those that the
+newest torch supports, and {MATRIX["pythons"][0]} as long as a supported torch has it.
+"""
+
+
+def _compilers() -> str:
+    names = (re.fullmatch(r"([a-z+]+)-(\d+)", each) for each in MATRIX["cpu"]["compilers"])
+    return ", ".join(f"{match[1]} {match[2]}" for match in names if match)
+
+
+def complaints(root: Path) -> Iterator[str]:
+    """What in the documents is not as the matrix has it."""
+    if not (root / PAGE).is_file() or (root / PAGE).read_text() != page():
+        yield f"{PAGE}: is not what ci/matrix.toml says; `nox -s lint -- --fix` writes it"
+    found = SENTENCE.search((root / "README.md").read_text())
+    if found is None or " ".join(found[0].split()) != sentence():
+        yield f"README.md: expected the sentence {sentence()!r}; `nox -s lint -- --fix` writes it"
+
+
+def main() -> None:
+    (ROOT / PAGE).write_text(page())
+    readme = ROOT / "README.md"
+    if list(complaints(ROOT)):
+        readme.write_text(SENTENCE.sub(sentence(), readme.read_text(), count=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""docs/troubleshooting.md has every text of the part that loads kernels, and no other."""
+
+import ast
+import re
+
+import pytest
+
+from ci.workspace import ROOT
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+TITLES = re.findall(r"^### `(.*?)`$", PAGE, re.M)
+LOADER = ROOT / "shared_csrc" / "native"
+FROM_TORCH_AND_PIP = {"ModuleNotFoundError: No module named 'torch'"}
+
+
+def text_of(node: ast.expr) -> str:
+    """The words of a string; `...` where it is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) for part in node.values)
+    return "..."
+
+
+def texts(file) -> list[str]:
+    tree = ast.parse(file.read_text())
+    kinds = (ast.Constant, ast.JoinedStr)
+    return [" ".join(text_of(node).split()) for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+NAMESPACE = ROOT / "packages" / "apex-amp" / "src" / "apex" / "__init__.py"
+TEXTS = [text for file in (*LOADER.glob("*.py"), NAMESPACE) for text in texts(file)]
+
+
+def has(text: str, title: str) -> bool:
+    """Whether the parts of a title occur in a text, in their order."""
+    return re.search(".*?".join(map(re.escape, re.split(r"\s*\.\.\.\s*", title))), text) is not None
+
+
+@pytest.mark.parametrize("title", [t for t in TITLES if t not in FROM_TORCH_AND_PIP])
+def test_every_title_is_a_text_of_ours(title):
+    title = title.replace("nvcc was", "... was").replace("no cuda kernel", "no ... kernel")
+    assert any(has(text, title) for text in TEXTS)
+
+
+def raised() -> list[str]:
+    """What `raise BuildError(...)` says in the modules that load and compile."""
+    found = []
+    for name in ("jit", "library", "toolchain", "trust", "build", "prebuilt"):
+        for node in ast.walk(ast.parse((LOADER / f"{name}.py").read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                call = node.exc
+                if getattr(call.func, "id", "") == "BuildError" and call.args:
+                    found.append(" ".join(text_of(call.args[0]).split()))
+    return [text for text in found if re.search(r"[a-z]{4}", text)]
+
+
+# Of an unfinished op in a checkout, which its author sees.
+FOR_AUTHORS = ("Two ops are called", "is not a kernel", "No op")
+
+
+@pytest.mark.parametrize("text", raised())
+def test_every_text_of_ours_has_a_title(text):
+    if not text.startswith(FOR_AUTHORS):
+        titles = [t.replace("nvcc was", "... was").replace("no cuda", "no ...") for t in TITLES]
+        assert any(has(text, title) for title in titles)
