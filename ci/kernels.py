@@ -6,10 +6,14 @@ For one CUDA architecture, `evidence` in ci/matrix.toml, it also shows what the 
 registers, shared memory, spills, and whether the engines move 16 bytes at a time. Figures of every
 kernel go to .nox/kernels/cuda/kernels.json. A spill or a narrow kernel fails the run unless
 ci/accepted_kernels.toml names it.
+
+With APEX_CI_SAMPLE, each op is compiled for one of the architectures, drawn by lot at each commit,
+and for CUDA's `evidence`: the emulated GPU runs all kernels, and most faults show on any of them.
 """
 
 import json
 import os
+import random
 import re
 import sys
 import time
@@ -23,7 +27,7 @@ from native.build import Op, build, find_ops  # noqa: E402
 from native.errors import BuildError  # noqa: E402
 from native.targets import Target  # noqa: E402
 
-from ci import ptxas, sass  # noqa: E402
+from ci import dirty, ptxas, sass  # noqa: E402
 from ci.workspace import MATRIX, leading_ops, tomllib  # noqa: E402
 
 # Torch's and the toolkits' own headers are compiled with -isystem, so what is left is ours.
@@ -42,32 +46,48 @@ def main(backend: str, *words: str) -> None:
     shows_evidence = backend == "cuda" and EVIDENCE_ARCH in archs
     if shows_evidence:
         os.environ.update(ptxas.VERBOSE)
-    packages = sorted((ROOT / "packages").iterdir())
-    ops = {p.name: found for p in packages if (found := chosen(find_ops(p / "src"), wanted))}
-    folder = OUTPUT / backend
+    ops = {}
+    for package in sorted((ROOT / "packages").iterdir()):
+        for op in chosen(find_ops(package / "src"), wanted):
+            ops.setdefault((package.name, archs_of(op, archs)), []).append(op)
 
-    def compile_package(name: str) -> list[str]:
+    def folder_of(package: str, some: tuple[str, ...]) -> Path:
+        return OUTPUT / backend / (package if some == archs else "-".join([package, *some]))
+
+    def compile_together(group: tuple[str, tuple[str, ...]]) -> list[str]:
+        package, some = group
         start = time.monotonic()
+        target = Target(backend, archs=some)
         try:
-            failures = compile_ops(ops[name], Target(backend, archs=archs), folder / name, name)
+            failures = compile_ops(ops[group], target, folder_of(*group), package)
         except BuildError as error:
             return [str(error)]
-        names = ", ".join(op.name for op in ops[name])
-        print(f"{name}: {names} in {time.monotonic() - start:.0f} s", flush=True)
-        return [f"{name}: {line}" for line in failures]
+        names = ", ".join(op.name for op in ops[group])
+        took = time.monotonic() - start
+        print(f"{package} for {', '.join(some)}: {names} in {took:.0f} s", flush=True)
+        return [f"{package}: {line}" for line in failures]
 
     # Two at a time: a package of one op would leave the other cores idle.
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-    largest_first = sorted(ops, key=lambda name: -len(units_of(ops[name])))
+    largest_first = sorted(ops, key=lambda group: -len(units_of(ops[group])))
     with ThreadPoolExecutor(2) as pool:
-        failures = [line for lines in pool.map(compile_package, largest_first) for line in lines]
+        failures = [line for lines in pool.map(compile_together, largest_first) for line in lines]
     if shows_evidence and not failures:
         found = {}
-        for name in ops:
-            found |= evidence(ops[name], folder / name)
+        for group, compiled in ops.items():
+            found |= evidence(compiled, folder_of(*group), group[0])
         failures += judge(found, wanted)
     if failures:
         sys.exit("\n".join(["", *failures]))
+
+
+def archs_of(op: Op, archs: tuple[str, ...], seed: str | None = None) -> tuple[str, ...]:
+    """Return what an op is compiled for: all, or where CI samples, one of them beside evidence."""
+    if not os.environ.get("APEX_CI_SAMPLE"):
+        return archs
+    others = [arch for arch in archs if arch != EVIDENCE_ARCH]
+    drawn = random.Random(f"{seed or dirty.seed()} {op.name}").choice(others or archs)
+    return tuple(arch for arch in archs if arch in (EVIDENCE_ARCH, drawn))
 
 
 def chosen(ops: list[Op], wanted: list[str]) -> list[Op]:
@@ -99,11 +119,11 @@ def units_of(ops: list[Op]) -> list[tuple[Op, str]]:
     return [(op, op.unit_name(source)) for op in ops for source in op.sources]
 
 
-def evidence(ops: list[Op], folder: Path) -> dict[str, dict]:
+def evidence(ops: list[Op], folder: Path, package: str) -> dict[str, dict]:
     """Return, by unit of compilation, the resources and memory accesses of its kernels."""
     known = json.loads((folder / "resources.json").read_text())
     return {
-        f"{folder.name}/{unit}": {
+        f"{package}/{unit}": {
             "op": op.name,
             "resources": known[unit],
             "accesses": sass.of_library(folder / f"{unit}.cuda.o", EVIDENCE_ARCH),
