@@ -1,6 +1,7 @@
 """The tracker's random states, and checkpoints that compute the same bits again."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -145,7 +146,22 @@ def check_buffer(rank, world):
             tensor_parallel.checkpoint(function, True, x)
 
 
+def check_what_is_kept(rank, world):
+    """The whole input goes when the caller lets it go; its part stays."""
+    with model_parallel(world):
+        x = torch.linspace(-2, 2, 48).view(4, 2, 6).requires_grad_()
+        for distribute in (False, True):
+            whole = x * 1.5
+            seen = weakref.ref(whole)
+            y = tensor_parallel.checkpoint(lambda h: (h * 2).sin(), distribute, whole)
+            del whole
+            assert (seen() is None) == distribute
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            torch.testing.assert_close(grad, (3 * (3 * x).cos()).detach())
+
+
 def test_over_ranks(two_ranks, four_ranks):
+    two_ranks(check_what_is_kept)
     four_ranks(check_seeds)
     two_ranks(check_distributed_activations)
     two_ranks(check_buffer)

@@ -183,9 +183,10 @@ def _distributed(tensor: Any) -> contextlib.AbstractContextManager:
     """Let autograd keep this rank's part of ``tensor``, and gather the parts in the backward."""
     if not isinstance(tensor, Tensor):
         return contextlib.nullcontext()
+    place, whole = tensor.data_ptr(), tensor.shape  # autograd keeps `pack`, and what it refers to
 
     def pack(saved: Tensor) -> Any:
-        if saved.data_ptr() != tensor.data_ptr() or saved.shape != tensor.shape:
+        if saved.data_ptr() != place or saved.shape != whole:
             return saved
         part = split_tensor_into_1d_equal_chunks(saved.detach())
         buffer = _checkpointed_activations
