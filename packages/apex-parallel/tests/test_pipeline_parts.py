@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import re
 import warnings
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -96,18 +97,30 @@ def check_p2p(rank, world, asynchronous, dtype):
 
 
 def check_lists(rank, world, options):
-    shapes = [SHAPE, SHAPE]
+    """Arguments by their names in Apex, too."""
+    shapes, lists = [SHAPE, SHAPE], without_interleaving
     if rank == 0:
         pair = [tensor_of(7), tensor_of(8)]
-        results = without_interleaving.send_forward_recv_backward(pair, shapes, **options)
+        results = lists.send_forward_recv_backward(
+            output_tensors=pair, tensor_shapes=shapes, **options
+        )
         holds(results[0], 9, 0, options["dtype"])
         holds(results[1], 10, 0, options["dtype"])
+        lists.send_forward(output_tensors=[None, tensor_of(11)], tensor_shapes=shapes, **options)
+        (gradient,) = lists.recv_backward(tensor_shapes=[SHAPE], **options)
+        holds(gradient, 12, 0, options["dtype"])
+        lists.send_forward(tensor_of(13), [SHAPE], **options)
     elif rank == 1:
         inputs = [None, None]
         for i, gradient in enumerate([tensor_of(9), tensor_of(10)]):
-            inputs[i] = got(without_interleaving.recv_forward([SHAPE], **options)[0])
-            without_interleaving.send_backward([gradient], [SHAPE], **options)
+            inputs[i] = got(lists.recv_forward(tensor_shapes=[SHAPE], **options)[0])
+            lists.send_backward(input_tensor_grads=[gradient], tensor_shapes=[SHAPE], **options)
         assert [x.flatten()[0].item() for x in inputs] == [7, 8]
+        holds(lists.recv_forward([SHAPE], **options)[0], 11, 0, options["dtype"])
+        (received,) = lists.send_backward_recv_forward(
+            input_tensor_grads=[tensor_of(12)], tensor_shapes=[SHAPE], **options
+        )
+        holds(received, 13, 0, options["dtype"])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -118,6 +131,63 @@ def test_p2p_of_two(two_ranks, asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_p2p_of_four(four_ranks, asynchronous):
     four_ranks(check_p2p, asynchronous=asynchronous, dtype=torch.float32)
+
+
+def check_sends_of_a_pipeline_that_is_gone(rank, world):
+    """What nobody received before the groups were destroyed holds nobody up afterwards."""
+    p2p = p2p_communication
+    options = {"tensor_shape": SHAPE, "async_comm": True}
+    with model_parallel(1, world):
+        if rank == 0:
+            p2p.send_forward(tensor_of(1), **options)
+        dist.barrier()
+    with model_parallel(1, world):
+        for i in range(3 * world):  # more than are kept
+            if rank == 0:
+                p2p.send_forward(tensor_of(i), **options)
+            else:
+                holds(p2p.recv_forward(SHAPE), i, 0, torch.float32)
+        assert len(p2p._unwaited) <= 2 * world
+
+
+def test_sends_of_a_pipeline_that_is_gone(two_ranks):
+    two_ranks(check_sends_of_a_pipeline_that_is_gone)
+
+
+class Work:
+    """One that fails, or not."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def wait(self):
+        if self.fails:
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.usefixtures("alone")
+def test_transfers_end(monkeypatch):
+    """They let go of tensors when they end; one that failed fails whenever it is waited for."""
+    for fails in (False, True):
+        works = [Work(), Work(fails)]
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda _, works=works: list(works))
+        tensors = [torch.zeros(2), torch.zeros(3)]
+        transfers = p2p_communication.Transfers(
+            [p2p_communication.Message(True, tensor, 0, "the output") for tensor in tensors]
+        )
+        seen = [weakref.ref(tensor) for tensor in tensors]
+        del tensors
+        future = p2p_communication.FutureTensor(torch.zeros(1), transfers.wait)
+        for _ in range(2):
+            assert None not in [ref() for ref in seen]
+            if not fails:
+                future.get()
+                break
+            with pytest.raises(RuntimeError, match="sending the output to rank 0 failed"):
+                future.get()
+        else:
+            continue
+        assert [ref() for ref in seen] == [None, None]
 
 
 def test_future_tensor():
@@ -205,6 +275,12 @@ def test_groups_of_weight_decay():
     }
     decay, _ = common._get_params_for_weight_decay_optimization([model])
     assert len(decay["params"]) == 2  # torch's norm is none of Apex's
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    tied[1].weight = tied[0].weight
+    for parts in (tied, list(tied)):  # within a part, and over two chunks of the model
+        decay, none = common._get_params_for_weight_decay_optimization(parts)
+        assert [p is tied[0].weight for p in decay["params"]] == [True]
+        assert [p is tied[0].bias for p in none["params"]] == [True]
     assert common._calc_number_of_params([model]) == 10
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from .. import parallel_state
 from ..placement import current_device
@@ -28,9 +29,10 @@ class GradScaler(torch.amp.GradScaler):
         enabled: if False, losses are not scaled and steps are never skipped.
         device: type of the gradients' device; by default that of the current GPU, or the CPU.
 
-    An optimizer with an attribute ``_custom_amp_unscale_grads`` that is true unscales its gradients
-    itself: ``optimizer.unscale_grads(inv_scale, found_inf)`` returns which devices found an inf, as
-    a dict from device to a float32 tensor that is 0 or 1.
+    An optimizer with an attribute ``_custom_amp_unscale_grads`` that is true, such as
+    ``DistributedFusedAdam``, unscales its gradients itself: ``optimizer.unscale_grads(inv_scale,
+    found_inf, allow_fp16)`` returns which devices found an inf, as a dict from device to a float32
+    tensor that is 0 or 1.
     """
 
     def __init__(
@@ -52,6 +54,14 @@ class GradScaler(torch.amp.GradScaler):
             enabled,
         )
 
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take a step, unless a rank of the model has found an inf; see torch's."""
+        if self.is_enabled() and getattr(optimizer, "_custom_amp_unscale_grads", False):
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:  # in its own step it would ask no other rank
+                self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to what the last steps found, or take a new one: a float, or a float32
         tensor of one element without gradient."""
@@ -65,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *options: Any, **named: Any
     ) -> dict[torch.device, Tensor]:
         if getattr(optimizer, "_custom_amp_unscale_grads", False):
-            found = optimizer.unscale_grads(inv_scale, found_inf)
+            found = optimizer.unscale_grads(inv_scale, found_inf, *options, **named)
         else:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, *options, **named)
         # A rank without gradients takes part too.

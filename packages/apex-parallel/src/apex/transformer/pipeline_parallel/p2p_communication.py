@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from ..placement import current_device
+from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 if TYPE_CHECKING:  # of typing, since Python 3.11
     from typing_extensions import Unpack
@@ -50,13 +52,13 @@ class Transfers:
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
-        self.messages = messages
+        self.messages: Sequence[Message] = messages
         self._works: list[Any] = []
+        self.group = parallel_state.get_pipeline_model_parallel_group()
         if not messages:
             return
-        group = parallel_state.get_pipeline_model_parallel_group()
         operations = [
-            dist.P2POp(dist.isend if m.sends else dist.irecv, m.tensor, m.peer, group)
+            dist.P2POp(dist.isend if m.sends else dist.irecv, m.tensor, m.peer, self.group)
             for m in messages
         ]
         with lost_peer(self._what(messages)):
@@ -76,8 +78,10 @@ class Transfers:
     def wait(self) -> None:
         """Return when all have ended; ``RuntimeError`` says which one failed."""
         while self._works:
-            with lost_peer(self._whats.pop(0)):
-                self._works.pop(0).wait()
+            with lost_peer(self._whats[0]):
+                self._works[0].wait()
+            del self._works[0], self._whats[0]  # one that failed fails again
+        self.messages = ()  # futures refer to this object, and the tensors may be large
 
 
 @contextlib.contextmanager
@@ -117,10 +121,7 @@ class FutureTensor:
 
 def device() -> torch.device:
     """Where tensors are received: the current GPU, or the CPU if the pipeline's backend is gloo."""
-    backend = dist.get_backend(parallel_state.get_pipeline_model_parallel_group())
-    if backend == "gloo" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_device(parallel_state.get_pipeline_model_parallel_group())
 
 
 def outgoing(tensor: Tensor, shape: Shape | None, dtype: torch.dtype, what: str) -> Tensor:
@@ -165,6 +166,8 @@ def _run_p2pops(
     if not async_comm:
         transfers.wait()
     elif tensor_recv_prev is None and tensor_recv_next is None:
+        while _unwaited and _unwaited[0].group is not transfers.group:
+            _unwaited.popleft()  # of a pipeline that was destroyed
         _unwaited.append(transfers)
         while len(_unwaited) > 2 * parallel_state.get_pipeline_model_parallel_world_size():
             _unwaited.popleft().wait()
@@ -242,7 +245,9 @@ def _communicate(
         if tensor is None:
             return None
         whole = outgoing(tensor, tensor_shape, dtype, what)
-        return whole if ranks == 1 or whole.numel() % ranks else _share(whole)
+        if ranks == 1 or whole.numel() % ranks:
+            return whole
+        return split_tensor_into_1d_equal_chunks(whole)
 
     def buffer(is_wanted: bool) -> Tensor | None:
         if not is_wanted or tensor_shape is None:
@@ -267,19 +272,10 @@ def _communicate(
     return before and before.get(), after and after.get()
 
 
-def _share(whole: Tensor) -> Tensor:
-    """What this one of the tensor-parallel ranks sends of a tensor that all have."""
-    from ..utils import split_tensor_into_1d_equal_chunks  # few need it
-
-    return split_tensor_into_1d_equal_chunks(whole)
-
-
 def _whole(received: Tensor, shape: Shape, transfers: Transfers) -> Tensor:
     """What was received, as soon as it is there; all ranks' shares of it, if it is one."""
     transfers.wait()
     if received.numel() != math.prod(shape):
-        from ..utils import gather_split_1d_tensor
-
         received = gather_split_1d_tensor(received).view(tuple(shape))
     return received.detach().requires_grad_()
 

@@ -139,6 +139,8 @@ def _get_params_for_weight_decay_optimization(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two parameter groups: with weight decay, and without: biases, and parameters of norms.
 
+    A parameter that several modules share is in the group of the first.
+
     Args:
         no_weight_decay_modules: classes of norms; by default ``apex.normalization.FusedLayerNorm``.
     """
@@ -147,10 +149,12 @@ def _get_params_for_weight_decay_optimization(
         no_weight_decay_modules = (normalization.FusedLayerNorm,) if normalization else ()
     decay: list[Tensor] = []
     no_decay: list[Tensor] = []
-    for part in listify_model(model):
-        for module in part.modules():
-            is_norm = isinstance(module, no_weight_decay_modules)
-            for name, param in module.named_parameters(recurse=False):
+    seen: set[Tensor] = set()
+    for module in nn.ModuleList(listify_model(model)).modules():
+        is_norm = isinstance(module, no_weight_decay_modules)
+        for name, param in module.named_parameters(recurse=False):
+            if param not in seen:
+                seen.add(param)
                 (no_decay if is_norm or name == "bias" else decay).append(param)
     return {"params": decay}, {"params": no_decay, "weight_decay": 0.0}
 

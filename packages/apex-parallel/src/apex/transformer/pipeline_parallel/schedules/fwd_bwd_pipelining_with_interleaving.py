@@ -70,7 +70,7 @@ def _forward_backward_pipelining_with_interleaving(
         forward_step_func,
         batch,
         models,
-        Wire(shapes, shapes, dtype or torch.float32, async_comm),
+        Wire(shapes, shapes, async_comm),
         forward_only=forward_only,
         dtype=dtype,
         grad_scaler=grad_scaler,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,10 +11,14 @@ from torch import nn
 from ... import parallel_state
 from ...enums import ModelType
 from .. import p2p_communication
+from ..p2p_communication import Options, Received
 from ..utils import get_model_type, get_num_microbatches, listify_model
 from .actions import actions
-from .common import Batch, FwdStepFunc, inner_model
+from .common import Batch, FwdStepFunc, Tensors, inner_model
 from .loop import Loop, Wire
+
+if TYPE_CHECKING:  # of typing, since Python 3.11
+    from typing_extensions import Unpack
 
 __all__ = ["forward_backward_pipelining_without_interleaving", "get_tensor_shapes"]
 
@@ -93,7 +96,7 @@ def forward_backward_pipelining_without_interleaving(
         forward_step_func,
         batch,
         models,
-        Wire(recv_shapes, send_shapes, dtype or torch.float32, async_comm),
+        Wire(recv_shapes, send_shapes, async_comm),
         forward_only=forward_only,
         dtype=dtype,
         grad_scaler=grad_scaler,
@@ -147,34 +150,49 @@ def get_tensor_shapes(
     return [(length // parts, *rest) for length in lengths.values()]
 
 
-def _for_each_shape(receive: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """A function of ``p2p_communication`` for several tensors; ``options`` are its keywords."""
-
-    @functools.wraps(receive)
-    def function(tensor_shapes: Shapes, **options: Any) -> list[Any]:
-        return [receive(shape, **options) for shape in tensor_shapes]
-
-    return function
+def recv_forward(tensor_shapes: Shapes, **options: Unpack[Options]) -> list[Received]:
+    """:func:`.p2p_communication.recv_forward` for each shape."""
+    return [p2p_communication.recv_forward(shape, **options) for shape in tensor_shapes]
 
 
-def _for_each_tensor(send: Callable[..., Any], receives: bool = True) -> Callable[..., Any]:
-    """The same for functions that send; a tensor that is None is not sent."""
-
-    @functools.wraps(send)
-    def function(tensors: Any, tensor_shapes: Shapes, **options: Any) -> list[Any] | None:
-        tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-        received = [
-            None if tensor is None else send(tensor, tensor_shape=shape, **options)
-            for tensor, shape in zip(tensors, tensor_shapes, strict=True)
-        ]
-        return received if receives else None
-
-    return function
+def recv_backward(tensor_shapes: Shapes, **options: Unpack[Options]) -> list[Received]:
+    """:func:`.p2p_communication.recv_backward` for each shape."""
+    return [p2p_communication.recv_backward(shape, **options) for shape in tensor_shapes]
 
 
-recv_forward = _for_each_shape(p2p_communication.recv_forward)
-recv_backward = _for_each_shape(p2p_communication.recv_backward)
-send_forward = _for_each_tensor(p2p_communication.send_forward, receives=False)
-send_backward = _for_each_tensor(p2p_communication.send_backward, receives=False)
-send_forward_recv_backward = _for_each_tensor(p2p_communication.send_forward_recv_backward)
-send_backward_recv_forward = _for_each_tensor(p2p_communication.send_backward_recv_forward)
+def send_forward(
+    output_tensors: Tensors, tensor_shapes: Shapes, **options: Unpack[Options]
+) -> None:
+    """:func:`.p2p_communication.send_forward` for each tensor that is not None."""
+    _for_each(p2p_communication.send_forward, output_tensors, tensor_shapes, options)
+
+
+def send_backward(
+    input_tensor_grads: Tensors, tensor_shapes: Shapes, **options: Unpack[Options]
+) -> None:
+    """:func:`.p2p_communication.send_backward` for each gradient that is not None."""
+    _for_each(p2p_communication.send_backward, input_tensor_grads, tensor_shapes, options)
+
+
+def send_forward_recv_backward(
+    output_tensors: Tensors, tensor_shapes: Shapes, **options: Unpack[Options]
+) -> list[Received]:
+    """:func:`.p2p_communication.send_forward_recv_backward` for each tensor that is not None."""
+    function = p2p_communication.send_forward_recv_backward
+    return _for_each(function, output_tensors, tensor_shapes, options)
+
+
+def send_backward_recv_forward(
+    input_tensor_grads: Tensors, tensor_shapes: Shapes, **options: Unpack[Options]
+) -> list[Received]:
+    """:func:`.p2p_communication.send_backward_recv_forward` for each gradient that is not None."""
+    function = p2p_communication.send_backward_recv_forward
+    return _for_each(function, input_tensor_grads, tensor_shapes, options)
+
+
+def _for_each(
+    send: Callable[..., Any], tensors: Tensors, shapes: Shapes, options: Options
+) -> list[Any]:
+    tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    pairs = zip(tensors, shapes, strict=True)
+    return [None if t is None else send(t, tensor_shape=shape, **options) for t, shape in pairs]

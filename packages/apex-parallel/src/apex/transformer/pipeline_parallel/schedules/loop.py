@@ -35,7 +35,6 @@ class Wire:
 
     recv_shapes: list[tuple[int, ...]]  # of the inputs, and of their gradients
     send_shapes: list[tuple[int, ...]]  # of the outputs, and of their gradients
-    dtype: torch.dtype = torch.float32
     is_async: bool = False  # wait for a transfer where its value is needed, not at once
 
 
@@ -44,6 +43,7 @@ class Loop:
 
     Args:
         forward_step_func: see :func:`common.forward_step`; ``dtype`` and ``disable_autocast``, too.
+            ``dtype``, or float32, is also that of what travels.
         batch: all micro-batches, one after the other.
         models: this rank's parts of the model.
         wire: None where there is one stage, whose DDP looks after itself.
@@ -68,7 +68,7 @@ class Loop:
         self.step_func, self.batch, self.models = forward_step_func, batch, models
         self.is_pipelined, self.wire = wire is not None, wire or Wire([], [])
         self.forward_only, self.grad_scaler = forward_only, grad_scaler
-        self.autocast = dtype, disable_autocast
+        self.autocast, self.wire_dtype = (dtype, disable_autocast), dtype or torch.float32
         self.deallocates = deallocates
         self.losses: list[Any] = []
         # By direction, micro-batch and chunk:
@@ -81,19 +81,25 @@ class Loop:
         """Carry out the actions; returns what the losses' functions have reduced so far."""
         if self.is_pipelined:
             self._agree(microbatches)
-        for is_transfer, group in itertools.groupby(actions, lambda a: a.peer is not None):
-            if is_transfer:
-                self._transfer(list(group))
-                continue
-            for action in group:
-                with _named(action):
-                    if action.kind is Kind.FORWARD:
-                        self._forward(action)
-                    else:
-                        self._backward(action, is_last=action.microbatch == microbatches - 1)
-        self._settle()
-        if len(self.models) > 1:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(0)
+        has_loss = self.forward_only or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        if self.grad_scaler is not None and not has_loss:
+            # torch's scalers refuse to unscale gradients before they have scaled anything.
+            self.grad_scaler.scale(torch.zeros((), device=device()))
+        try:
+            for is_transfer, group in itertools.groupby(actions, lambda a: a.peer is not None):
+                if is_transfer:
+                    self._transfer(list(group))
+                    continue
+                for action in group:
+                    with _named(action):
+                        if action.kind is Kind.FORWARD:
+                            self._forward(action)
+                        else:
+                            self._backward(action, is_last=action.microbatch == microbatches - 1)
+            self._settle()
+        finally:
+            if len(self.models) > 1:
+                parallel_state.set_virtual_pipeline_model_parallel_rank(0)
         return self.losses
 
     def _forward(self, action: Action) -> None:
@@ -177,13 +183,13 @@ class Loop:
         tensors = []
         for value, shape in zip(values, self._shapes(action), strict=True):
             if value is None:  # nothing depends on this input
-                value = torch.zeros(shape, dtype=self.wire.dtype, device=device())
-            tensors.append(outgoing(value, shape, self.wire.dtype, self._what(action)))
+                value = torch.zeros(shape, dtype=self.wire_dtype, device=device())
+            tensors.append(outgoing(value, shape, self.wire_dtype, self._what(action)))
         return self._messages(action, tensors)
 
     def _buffers(self, action: Action) -> list[Tensor]:
         needs_grad = action.what is Kind.FORWARD and not self.forward_only
-        options: dict[str, Any] = {"dtype": self.wire.dtype, "device": device()}
+        options: dict[str, Any] = {"dtype": self.wire_dtype, "device": device()}
         return [
             torch.empty(shape, requires_grad=needs_grad, **options)
             for shape in self._shapes(action)
@@ -205,7 +211,7 @@ class Loop:
             "micro-batches": microbatches,
             "chunks": len(self.models),
             "forward_only": self.forward_only,
-            "dtype": str(self.wire.dtype),
+            "dtype": str(self.wire_dtype),
         }
         mine = json.dumps([facts, self.wire.recv_shapes, self.wire.send_shapes])
         text = bytearray(mine.ljust(HEADER_BYTES).encode())
