@@ -139,9 +139,22 @@ def check_backends(rank, world):
             dist.get_rank(group)
 
 
+def check_missing_backend(rank, world):
+    """Refused before any group is made: afterwards ranks would wait for each other for ever."""
+    for options in ({"default_backend": "nothing"}, {"p2p_backend": "cpu:gloo,cuda:nothing"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: this torch has no backend"):
+            parallel_state.initialize_model_parallel(2, 2, **options)
+        assert not parallel_state.model_parallel_is_initialized()
+    known = set(dist.distributed_c10d._world.pg_map)
+    with model_parallel(2, 2, default_backend="cpu:gloo"):
+        assert len(dist.distributed_c10d._world.pg_map) > len(known)
+    assert set(dist.distributed_c10d._world.pg_map) == known
+
+
 def test_split_virtual_and_backends(four_ranks):
     four_ranks(check_split_and_virtual)
     four_ranks(check_backends)
+    four_ranks(check_missing_backend)
 
 
 def check_errors(rank, world):

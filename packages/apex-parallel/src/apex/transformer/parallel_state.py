@@ -76,7 +76,7 @@ def initialize_model_parallel(
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, model parallelism is already, or the
             number of ranks is not divisible by the product of the sizes.
-        ValueError: a size or the split rank is out of range.
+        ValueError: a size or the split rank is out of range, or torch lacks a backend.
         ImportError: UCC was asked for and torch has none.
     """
     if not dist.is_initialized():
@@ -104,7 +104,8 @@ def initialize_model_parallel(
         raise ValueError(
             f"pipeline_model_parallel_split_rank_: expected 1 to {pipeline - 1}, got {split}"
         )
-    _check_backends(default_backend, p2p_backend)
+    for name, backend in (("default_backend", default_backend), ("p2p_backend", p2p_backend)):
+        _check_backend(name, backend)
     layout = ranks_of_groups(world, tensor, pipeline, split)
     backends = dict.fromkeys(GROUPS, default_backend) | {"pipeline_model_parallel": p2p_backend}
     groups, ranks = _make_groups(layout, backends)
@@ -125,10 +126,15 @@ def _size(name: str, size: int, world: int) -> int:
     return min(size, world)
 
 
-def _check_backends(*backends: str | None) -> None:
-    if "ucc" in backends:
+def _check_backend(name: str, backend: str | None) -> None:
+    """Raise now: ranks that fail while they make groups cannot make any together afterwards."""
+    if backend == "ucc":
         check_torch_ucc_availability()
         warnings.warn("The backend ucc is experimental", ExperimentalWarning, stacklevel=3)
+    elif backend is not None:
+        for part in backend.split(","):  # such as "cpu:gloo,cuda:nccl"
+            if not dist.is_backend_available(part.rpartition(":")[2]):
+                raise ValueError(f"{name}: this torch has no backend {part!r}, got {backend!r}")
 
 
 def check_torch_ucc_availability() -> None:
