@@ -70,6 +70,9 @@ def test_memory_buffer(capsys):
         buffer.add(torch.zeros(1, dtype=torch.int64))
     assert buffer.numel_in_use() == 9
     buffer.reset()
+    assert buffer.add(torch.ones(2, requires_grad=True)).grad_fn is None
+    assert not buffer.data.requires_grad  # or it would keep every graph alive
+    buffer.reset()
     assert buffer.get_data().numel() == 0
     buffer.add(torch.ones(1))
     assert taken[0].view(-1)[0] == 1  # the same memory

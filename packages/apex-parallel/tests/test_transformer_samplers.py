@@ -70,8 +70,37 @@ def test_another_size_on_the_way(kind):
     sizes += [len(batch) for batch in iterator]
     assert sizes == [2, *[3] * ((32 - 4) // 6)]
     if kind is MegatronPretrainingRandomSampler:
-        assert [len(batch) for batch in sampler] == [3] * 4  # of 5: 32 samples are consumed
         assert [len(batch) for batch in sampler] == [3] * 5
+        assert (sampler.epoch, sampler.consumed_samples) == (1, 60)
+
+
+@pytest.mark.parametrize(("total", "before", "after"), [(100, 8, 10), (100, 10, 8), (97, 5, 7)])
+def test_another_size_between_epochs(total, before, after):
+    """No epoch is empty, though what the last one left out may be more than a batch by now."""
+    sampler = MegatronPretrainingRandomSampler(total, 0, before, 0, 1)
+    assert len(list(sampler)) == total // before
+    sampler.local_minibatch_size = after
+    first = list(sampler)
+    assert sampler.epoch == 1
+    assert total // after - 1 <= len(first) <= total // after
+    assert len(list(sampler)) == total // after
+    assert sampler.epoch == 2
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_size_that_never_ends(kind):
+    """A batch of no samples would be yielded, or looked for, for ever."""
+    sampler = kind(32, 0, 2, 0, 2)
+    iterator = iter(sampler)
+    next(iterator)
+    with pytest.raises((RuntimeError, ValueError), match="minibatch_size: expected at least 1"):
+        sampler.local_minibatch_size = 0
+    assert sampler.local_minibatch_size == 2
+    assert len(list(iterator)) == 7
+    sampler.local_minibatch_size = 40
+    if kind is MegatronPretrainingRandomSampler:
+        with pytest.raises(ValueError, match="32 samples are less than a batch of all ranks, 80"):
+            list(sampler)
 
 
 @pytest.mark.parametrize("kind", BOTH)

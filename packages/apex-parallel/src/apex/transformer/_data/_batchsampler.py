@@ -13,23 +13,27 @@ __all__ = ["MegatronPretrainingRandomSampler", "MegatronPretrainingSampler"]
 class _Base(abc.ABC):
     """Sizes that both samplers have; the local minibatch may change while they are iterated."""
 
-    def __init__(self, total: int, consumed: int, local: int, rank: int, size: int) -> None:
-        self.total_samples, self.consumed_samples = total, consumed
-        self._local_minibatch_size = local
-        self.data_parallel_rank, self.data_parallel_size = rank, size
+    _error: type[Exception]  # of sizes out of range
 
-    def _check(self, error: type[Exception]) -> None:
-        name = type(self).__name__
-        if self.total_samples <= 0:
-            raise error(f"{name}: total_samples: expected at least 1, got {self.total_samples}")
-        if self.local_minibatch_size <= 0:
-            size = self.local_minibatch_size
-            raise error(f"{name}: local_minibatch_size: expected at least 1, got {size}")
-        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
-            raise error(
-                f"{name}: data_parallel_rank: expected 0 to {self.data_parallel_size - 1}, "
-                f"got {self.data_parallel_rank}"
-            )
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        local_minibatch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        self._require("total_samples", total_samples, 1)
+        self._require("consumed_samples", consumed_samples, 0)
+        self._require("data_parallel_rank", data_parallel_rank, 0, data_parallel_size - 1)
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+        self.local_minibatch_size = local_minibatch_size
+
+    def _require(self, name: str, value: int, least: int, most: int | None = None) -> None:
+        if value < least or (most is not None and value > most):
+            expected = f"at least {least}" if most is None else f"{least} to {most}"
+            raise self._error(f"{type(self).__name__}: {name}: expected {expected}, got {value}")
 
     def __len__(self) -> int:
         """Number of samples, as in Apex, not of batches."""
@@ -45,6 +49,7 @@ class _Base(abc.ABC):
 
     @local_minibatch_size.setter
     def local_minibatch_size(self, new_local_minibatch_size: int) -> None:
+        self._require("local_minibatch_size", new_local_minibatch_size, 1)
         self._local_minibatch_size = new_local_minibatch_size
 
     @property
@@ -64,8 +69,11 @@ class MegatronPretrainingSampler(_Base):
             ranks, and a rank that gets none has one batch less.
 
     Raises:
-        RuntimeError: there is nothing to sample, or a size or the rank is out of range.
+        RuntimeError: there is nothing to sample, or a size or the rank is out of range; also where
+            ``local_minibatch_size`` is set later.
     """
+
+    _error = RuntimeError
 
     def __init__(
         self,
@@ -76,20 +84,10 @@ class MegatronPretrainingSampler(_Base):
         data_parallel_size: int,
         drop_last: bool = True,
     ) -> None:
-        super().__init__(
-            total_samples,
-            consumed_samples,
-            local_minibatch_size,
-            data_parallel_rank,
-            data_parallel_size,
-        )
+        sizes = local_minibatch_size, data_parallel_rank, data_parallel_size
+        super().__init__(total_samples, consumed_samples, *sizes)
+        self._require("consumed_samples", consumed_samples, 0, total_samples - 1)
         self.drop_last = drop_last
-        self._check(RuntimeError)
-        if not 0 <= consumed_samples < total_samples:
-            raise RuntimeError(
-                f"MegatronPretrainingSampler: consumed_samples: expected 0 to {total_samples - 1}, "
-                f"got {consumed_samples}"
-            )
 
     def get_start_end_idx(self) -> tuple[int, int]:
         """This rank's part of a batch of all ranks."""
@@ -121,6 +119,8 @@ class MegatronPretrainingRandomSampler(_Base):
         ValueError: a size or the rank is out of range, or the data set is smaller than a batch.
     """
 
+    _error = ValueError
+
     def __init__(
         self,
         total_samples: int,
@@ -129,29 +129,27 @@ class MegatronPretrainingRandomSampler(_Base):
         data_parallel_rank: int,
         data_parallel_size: int,
     ) -> None:
-        super().__init__(
-            total_samples,
-            consumed_samples,
-            local_minibatch_size,
-            data_parallel_rank,
-            data_parallel_size,
-        )
-        self._check(ValueError)
-        name = "MegatronPretrainingRandomSampler"
-        if consumed_samples < 0:
+        sizes = local_minibatch_size, data_parallel_rank, data_parallel_size
+        super().__init__(total_samples, consumed_samples, *sizes)
+        self._active_samples()
+
+    def _active_samples(self) -> int:
+        """Samples of an epoch: as many as make full batches."""
+        size = self._all_ranks_size
+        if self.total_samples < size:
             raise ValueError(
-                f"{name}: consumed_samples: expected 0 or more, got {consumed_samples}"
+                f"{type(self).__name__}: {self.total_samples} samples are less than a batch of all "
+                f"ranks, {size}"
             )
-        if total_samples < self._all_ranks_size:
-            raise ValueError(
-                f"{name}: {total_samples} samples are less than a batch of all ranks, "
-                f"{self._all_ranks_size}"
-            )
-        self.last_batch_size = total_samples % self._all_ranks_size
+        self.last_batch_size = self.total_samples % size
+        return self.total_samples - self.last_batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        active = self.total_samples - self.total_samples % self._all_ranks_size
+        active = self._active_samples()
         self.epoch, in_epoch = divmod(self.consumed_samples, active)
+        if active - in_epoch < self._all_ranks_size:  # after a change of size
+            self.epoch, in_epoch = self.epoch + 1, 0
+            self.consumed_samples = self.epoch * active
         bucket = active // self.data_parallel_size  # samples of a rank in an epoch
         offset = in_epoch // self.data_parallel_size
         generator = torch.Generator().manual_seed(self.epoch)
@@ -163,4 +161,5 @@ class MegatronPretrainingRandomSampler(_Base):
             self.consumed_samples += self._all_ranks_size
             yield batch
         # After a change of size some may be left over, and would be offered for ever.
-        self.consumed_samples = (self.epoch + 1) * active
+        end = (self.epoch + 1) * self._active_samples()
+        self.consumed_samples = max(self.consumed_samples, end)

@@ -55,7 +55,7 @@ class MemoryBuffer:
         return self._start
 
     def add(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` in the buffer's next free elements.
+        """A copy of ``tensor`` in the buffer's next free elements; no gradient flows through it.
 
         Raises ``TypeError`` if the dtype is not the buffer's and ``RuntimeError`` if it is full.
         """
@@ -69,7 +69,7 @@ class MemoryBuffer:
             )
         copy = self.data[self._start : end].view(tensor.shape)
         self._start = end
-        return copy.copy_(tensor)
+        return copy.copy_(tensor.detach())
 
     def get_data(self) -> Tensor:
         """The part that is in use, flat."""
