@@ -10,15 +10,17 @@ from apex_testkit.accuracy import assert_as_accurate_as
 from apex_testkit.model_parallel import model_parallel
 
 
-def reference(logits, target):
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view(
-        target.shape
-    )
+def reference(logits, target, smoothing=0.0):
+    """torch's smoothing gives the target its share of what it takes away; Megatron's does not."""
+    flat, size = logits.flatten(0, -2), logits.shape[-1]
+    options = {"reduction": "none", "label_smoothing": smoothing * size / (size - 1)}
+    return F.cross_entropy(flat, target.flatten(), **options).view(target.shape)
 
 
-def gradient(logits, target, dy):
+def gradient(logits, target, dy, smoothing=0.0):
     logits = logits.detach().requires_grad_()
-    (grad,) = torch.autograd.grad(reference(logits, target), logits, dy.to(logits.dtype))
+    loss = reference(logits, target, smoothing)
+    (grad,) = torch.autograd.grad(loss, logits, dy.to(logits.dtype))
     return grad
 
 
@@ -54,14 +56,30 @@ def check_values(rank, world, tensor):
                 assert_as_accurate_as(part, grad, logits, dy)
 
 
-def check_second_order(rank, world):
+def check_smoothing(rank, world, tensor):
+    """The label is spread over the whole vocabulary, however that is divided."""
+    with model_parallel(tensor):
+        for kind in ("plain", "far"):
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                logits, target, dy = whole(kind, dtype)
+                mine = logits.chunk(tensor, -1)[rank % tensor].clone().requires_grad_()
+                loss = vocab_parallel_cross_entropy(mine, target, 0.25)
+                expected = lambda x, t=target: reference(x, t, 0.25)
+                assert_as_accurate_as(expected, loss.detach(), logits)
+                (grad,) = torch.autograd.grad(loss, mine, dy)
+                part = lambda x, dy, t=target: gradient(x, t, dy, 0.25).chunk(tensor, -1)
+                mine_of = lambda x, dy, part=part: part(x, dy)[rank % tensor]
+                assert_as_accurate_as(mine_of, grad, logits, dy)
+
+
+def check_second_order(rank, world, smoothing):
     with model_parallel(world):
         logits, target, dy = whole("plain", torch.float64)
         x = logits.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(reference(x, target), x, dy, create_graph=True)
+        (grad,) = torch.autograd.grad(reference(x, target, smoothing), x, dy, create_graph=True)
         (expected,) = torch.autograd.grad(grad.square().sum(), x)
         mine = logits.chunk(world, -1)[rank].clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(mine, target)
+        loss = vocab_parallel_cross_entropy(mine, target, label_smoothing=smoothing)
         (grad,) = torch.autograd.grad(loss, mine, dy, create_graph=True)
         (second,) = torch.autograd.grad(grad.square().sum(), mine)
         torch.testing.assert_close(second, expected.chunk(world, -1)[rank])
@@ -91,7 +109,10 @@ def test_over_ranks(two_ranks, four_ranks):
     two_ranks(check_values, tensor=2)
     four_ranks(check_values, tensor=4)
     four_ranks(check_values, tensor=2)
-    four_ranks(check_second_order)
+    four_ranks(check_smoothing, tensor=4)
+    two_ranks(check_smoothing, tensor=2)
+    four_ranks(check_second_order, smoothing=0.0)
+    four_ranks(check_second_order, smoothing=0.25)
     two_ranks(check_ignored_and_communication)
 
 
@@ -105,3 +126,8 @@ def test_alone(alone):
         vocab_parallel_cross_entropy(x, target.int())
     with pytest.raises(ValueError, match=r"got \[5, 3, 12\] and \[3, 5\]"):
         vocab_parallel_cross_entropy(x, target.t())
+    for smoothing in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\), got"):
+            vocab_parallel_cross_entropy(x, target, smoothing)
+    losses = vocab_parallel_cross_entropy(torch.randn(4, 1), torch.zeros(4).long(), 0.1)
+    assert losses.tolist() == [0.0] * 4

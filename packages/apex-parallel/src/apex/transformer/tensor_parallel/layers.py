@@ -160,7 +160,10 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, input_: Tensor) -> Tensor:
-        """``[*]`` ids to ``[*, embedding_dim]``; zeros for ids outside the whole vocabulary."""
+        """``[*]`` ids to ``[*, embedding_dim]``.
+
+        Ids outside the whole vocabulary give zeros; with one rank they are torch's error.
+        """
         if self.tensor_model_parallel_size == 1:
             return F.embedding(input_, self.weight)
         is_elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
