@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import textwrap
+import unittest
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from apex.testing import common_utils
 from apex.transformer.pipeline_parallel.schedules import get_forward_backward_func
 from apex.transformer.pipeline_parallel.utils import _reconfigure_microbatch_calculator
 from apex.transformer.testing import arguments, commons, global_vars
@@ -218,6 +220,30 @@ def test_beginning_of_a_script(monkeypatch, capsys, tmp_path):
             assert torch.equal(weight, 2.0 * torch.randn(2, 3))
     finally:
         dist.destroy_process_group()
+
+
+def test_skipped_tests(monkeypatch):
+    """The decorators of ROCm's Apex, with what the test returns."""
+
+    def test_something(x):
+        """Doc."""
+        return x + 1
+
+    names = {"TEST_WITH_ROCM": "skipIfRocm", "SKIP_FLAKY_TEST": "skipFlakyTest"}
+    for switch, decorator in names.items():
+        decorated = getattr(common_utils, decorator)(test_something)
+        assert decorated.__doc__ == "Doc."
+        monkeypatch.setattr(common_utils, switch, False)
+        assert decorated(x=1) == 2
+        monkeypatch.setattr(common_utils, switch, True)
+        with pytest.raises(unittest.SkipTest, match="test_something"):
+            decorated(1)
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("APEX_TEST_WITH_ROCM", value)
+        monkeypatch.setenv("APEX_SKIP_FLAKY_TEST", value)
+        fresh = importlib.reload(common_utils)
+        assert fresh.TEST_WITH_ROCM is expected
+        assert fresh.SKIP_FLAKY_TEST is expected
 
 
 CASES = """

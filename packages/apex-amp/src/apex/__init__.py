@@ -27,7 +27,7 @@ _WHEELS = {
             *("apex.transformer.amp", "apex.transformer.layers", "apex.transformer.microbatches"),
             *("apex.transformer.parallel_state", "apex.transformer.pipeline_parallel"),
             *("apex.transformer.tensor_parallel", "apex.transformer.testing"),
-            *("apex.transformer.utils", "apex.distributed_testing"),
+            *("apex.transformer.utils", "apex.distributed_testing", "apex.testing"),
             *("scaled_softmax_cuda", "scaled_masked_softmax_cuda"),
             *("generic_scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda"),
             *("fused_rotary_positional_embedding", "fused_weight_gradient_mlp_cuda"),

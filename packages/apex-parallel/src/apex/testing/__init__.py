@@ -1,0 +1,1 @@
+"""Switches and decorators of tests, where ROCm's Apex has them."""
