@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apex.parallel import DistributedDataParallel, Reducer
+from apex.parallel.ddp import broadcast
 
 STEPS = 3
 
@@ -240,8 +241,25 @@ def check_broadcast(rank, world):
     assert set(ddp.state_dict()) == {f"module.{key}" for key in model.state_dict()}
 
 
+def check_broadcast_in_chunks(rank, world):
+    """No flat copy of the whole model, whose memory would be needed twice."""
+    shapes = [(3,), (5,), (0,), (40,), (2, 2), (), (7,)]
+    params = nn.ParameterList([torch.full(shape, rank + i * 2.0) for i, shape in enumerate(shapes)])
+    params[4] = nn.Parameter(params[4].detach().double())
+    sent, own = [], dist.broadcast
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broadcast, "CHUNK_BYTES", 40)
+        patch.setattr(dist, "broadcast", lambda x, *more: (sent.append(x.nbytes), own(x, *more))[1])
+        DistributedDataParallel(params)
+    assert sent == [32, 160, 32, 4, 28]  # by chunk and dtype
+    assert [param.unique().tolist() for param in params] == [
+        [i * 2.0] * bool(param.numel()) for i, param in enumerate(params)
+    ]
+
+
 def test_parameters_come_from_rank_zero(two_ranks):
     two_ranks(check_broadcast)
+    two_ranks(check_broadcast_in_chunks)
 
 
 def check_reducer(rank, world):

@@ -156,6 +156,31 @@ def test_freezing_and_eval(two_ranks, options):
     two_ranks(check_freezing, options=options)
 
 
+def check_frozen_as_a_whole(rank, world, options):
+    """A discriminator that is frozen for every other step keeps its buckets."""
+    ddp = DistributedDataParallel(Branches(3), **options)
+    ddp([0, 1, 2], factor=rank).backward()
+    plan, hooks = ddp.active_i_buckets, dict(ddp._reducer.hooks)
+    for step in range(3):
+        x = torch.ones((), requires_grad=True)
+        ddp.module.requires_grad_(False)
+        ddp.zero_grad()
+        ddp([0, 1, 2], factor=x * rank).backward()
+        assert x.grad is not None
+        assert values(ddp) == [None] * 3
+        ddp.module.requires_grad_(True)
+        ddp([0, 1, 2], factor=rank + step).backward()
+        assert not ddp.needs_refresh
+        assert ddp.active_i_buckets is plan
+        assert ddp._reducer.hooks == hooks
+        assert values(ddp) == [(world - 1) / 2 + step] * 3
+
+
+@every_mode
+def test_frozen_as_a_whole(two_ranks, options):
+    two_ranks(check_frozen_as_a_whole, options=options)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

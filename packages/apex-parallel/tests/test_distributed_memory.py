@@ -192,3 +192,26 @@ def check_failure(rank, world):
 
 def test_kept_gradients_after_a_failure(two_ranks):
     two_ranks(check_failure)
+
+
+def check_single_buckets(rank, world):
+    """The two steps of Apex's reduction that a subclass may call itself."""
+    ddp = DistributedDataParallel(Branches(2), gradient_predivide_factor=2.0)
+    bucket = [torch.full((2,), rank + 1.0), torch.full((3, 1), 10.0 * (rank + 1))]
+    flat = ddp.allreduce_bucket(bucket, 0, False)
+    assert flat.tolist() == [1.5, 1.5, 15.0, 15.0, 15.0]
+    assert bucket[0].tolist() == [rank + 1.0] * 2
+    ddp.allreduce_maybe_retain(bucket, 1, force_default_stream=True)
+    assert [bucket[0].tolist(), bucket[1].flatten().tolist()] == [[1.5] * 2, [15.0] * 3]
+    assert ddp.allreduce_buffers == []
+    ddp.retain_allreduce_buffers = True
+    bucket[0] += rank
+    ddp.allreduce_maybe_retain(bucket, 1)
+    assert ddp.allreduce_buffers[0] is None
+    assert ddp.allreduce_buffers[1].tolist() == [2.0, 2.0, 15.0, 15.0, 15.0]
+    assert bucket[0].data_ptr() == ddp.allreduce_buffers[1].data_ptr()
+    assert bucket[1].shape == (3, 1)
+
+
+def test_single_buckets(two_ranks):
+    two_ranks(check_single_buckets)

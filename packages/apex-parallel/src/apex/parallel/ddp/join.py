@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from .flat_tensors import flat_dist_call
+from .broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from .reducer import GradientReducer
 
 
@@ -61,10 +59,5 @@ class ReducerJoinHook(JoinHook):
         device, rank = wrapper._reducer.lane_set.device, dist.get_rank()
         last = torch.tensor(rank if is_last_joiner else -1, device=device)
         dist.all_reduce(last, dist.ReduceOp.MAX)
-        broadcast_state(wrapper.module, int(last))
-
-
-def broadcast_state(module: nn.Module, source: int) -> None:
-    """Overwrite parameters and buffers by those of rank ``source``."""
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-    flat_dist_call([t for t in tensors if t.numel()], dist.broadcast, (source,))
+        module = wrapper.module
+        broadcast_tensors((*module.parameters(), *module.buffers()), int(last))

@@ -35,7 +35,8 @@ class Parameters:
 
         Returns:
             Whether its parameters are other objects than before, or have other shapes, dtypes,
-            dtypes of gradients, or other ones require gradients.
+            dtypes of gradients, or other ones require gradients. If none requires any, nothing will
+            be reduced, and that alone is no change: GANs freeze a network for every other step.
         """
         modules = self._modules
         same = bool(modules) and modules[0] is module
@@ -46,7 +47,8 @@ class Parameters:
             self._parts, self._own = _gather(_PARTS, self._modules), _gather(_OWN, self._modules)
         params = self.all if same else list(module.parameters())
         looks = [list(map(look, params)) for look in _LOOKS]
-        if (same or same_objects(params, self.all)) and looks == self._looks:
+        is_same = same or same_objects(params, self.all)
+        if is_same and (looks == self._looks or not any(looks[0])):
             return False
         self.all, self._looks = params, looks
         return True
