@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,10 +28,10 @@ class Pending:
         return self.result if self.part is None else self.result[self.part].clone()
 
 
-def all_reduce(x: Tensor) -> Pending:
-    """Add ``x`` over the ranks, in place; ``x`` is contiguous."""
+def all_reduce(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
+    """Add ``x`` over the ranks, or reduce it otherwise, in place; ``x`` is contiguous."""
     group = parallel_state.get_tensor_model_parallel_group()
-    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+    return Pending(x, dist.all_reduce(x, op, group, async_op=True))
 
 
 def all_gather(x: Tensor) -> Pending:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from .collectives import all_reduce
 from .mappings import reduce_from_tensor_model_parallel_region
 from .utils import VocabUtility
 
@@ -79,9 +80,8 @@ def _labelled(ctx: Any, below: Tensor, local: Tensor, is_here: Tensor) -> Tensor
 
 def _over_ranks(x: Tensor, op: Any) -> Tensor:
     """``x`` reduced over the tensor-parallel ranks, in place."""
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        dist.all_reduce(x, op, group=parallel_state.get_tensor_model_parallel_group())
-    return x
+    is_alone = parallel_state.get_tensor_model_parallel_world_size() == 1
+    return x if is_alone else all_reduce(x, op).wait()
 
 
 def vocab_parallel_cross_entropy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -155,9 +155,7 @@ class VocabParallelEmbedding(nn.Module):
             )
         )
         shape = (self.num_embeddings_per_partition, embedding_dim)
-        self.weight, _ = _make_weight(
-            shape, 0, 1, init_method, params_dtype, use_cpu_initialization, False
-        )
+        self.weight, _ = _Making(init_method, params_dtype, use_cpu_initialization).part(shape, 0)
 
     def forward(self, input_: Tensor) -> Tensor:
         """``[*]`` ids to ``[*, embedding_dim]``.
@@ -172,27 +170,30 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_model_parallel_region(rows)
 
 
-def _make_weight(
-    shape: tuple[int, int],
-    dim: int,
-    stride: int,
-    init_method: Callable[[Tensor], Any],
-    dtype: torch.dtype,
-    on_cpu: bool,
-    return_whole: bool,
-) -> tuple[nn.Parameter, Tensor | None]:
-    """This rank's part, of this ``shape``, of a weight divided along ``dim``; the whole, if any."""
-    if not on_cpu:
-        weight = nn.Parameter(torch.empty(shape, device=current_device(), dtype=dtype))
-        _initialize_affine_weight_gpu(weight, init_method, partition_dim=dim, stride=stride)
-        return weight, None
-    weight = nn.Parameter(torch.empty(shape, device="cpu", dtype=dtype))
-    whole = list(shape)
-    whole[dim] *= parallel_state.get_tensor_model_parallel_world_size()
-    master = _initialize_affine_weight_cpu(
-        weight, *whole, shape[dim], dim, init_method, stride, return_whole, params_dtype=dtype
-    )
-    return weight, master
+class _Making(NamedTuple):
+    """How a weight is made, of which each rank has a part."""
+
+    init_method: Callable[[Tensor], Any]
+    dtype: torch.dtype
+    on_cpu: bool  # the whole weight, on every rank
+    stride: int = 1
+    keeps_whole: bool = False
+
+    def part(self, shape: tuple[int, int], dim: int) -> tuple[nn.Parameter, Tensor | None]:
+        """This rank's part, of this ``shape``, of a weight divided along ``dim``; the whole, or
+        None."""
+        init_method, dtype, on_cpu, stride, keeps_whole = self
+        device = torch.device("cpu") if on_cpu else current_device()
+        weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if not on_cpu:
+            _initialize_affine_weight_gpu(weight, init_method, partition_dim=dim, stride=stride)
+            return weight, None
+        whole = list(shape)
+        whole[dim] *= parallel_state.get_tensor_model_parallel_world_size()
+        master = _initialize_affine_weight_cpu(
+            weight, *whole, shape[dim], dim, init_method, stride, keeps_whole, params_dtype=dtype
+        )
+        return weight, master
 
 
 class _ParallelLinear(nn.Module):
@@ -201,31 +202,10 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def _divide(
-        self,
-        weight_shape: tuple[int, int],
-        dim: int,
-        stride: int,
-        init_method: Callable[[Tensor], Any],
-        params_dtype: torch.dtype,
-        use_cpu_initialization: bool,
-        keep_master_weight: bool,
-        bias: bool,
-    ) -> None:
-        self.weight, self.master_weight = _make_weight(
-            weight_shape,
-            dim,
-            stride,
-            init_method,
-            params_dtype,
-            use_cpu_initialization,
-            keep_master_weight,
-        )
-        if bias:
-            zeros = torch.zeros(weight_shape[0], device=self.weight.device, dtype=params_dtype)
-            self.bias = nn.Parameter(zeros)
-        else:
-            self.register_parameter("bias", None)
+    def _divide(self, shape: tuple[int, int], dim: int, making: _Making, bias: bool) -> None:
+        self.weight, self.master_weight = making.part(shape, dim)
+        zeros = torch.zeros(shape[0], device=self.weight.device, dtype=making.dtype)
+        self.register_parameter("bias", nn.Parameter(zeros) if bias else None)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, is_async: bool, gathers: bool) -> Tensor:
         function = linear_with_grad_accumulation_and_async_allreduce
@@ -304,16 +284,9 @@ class ColumnParallelLinear(_ParallelLinear):
             and world > 1
             and not sequence_parallel_enabled
         )
-        self._divide(
-            (self.output_size_per_partition, input_size),
-            0,
-            stride,
-            init_method,
-            params_dtype,
-            use_cpu_initialization,
-            keep_master_weight_for_test,
-            bias,
-        )
+        keeps_whole = keep_master_weight_for_test
+        making = _Making(init_method, params_dtype, use_cpu_initialization, stride, keeps_whole)
+        self._divide((self.output_size_per_partition, input_size), 0, making, bias)
         if self.bias is not None:
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
@@ -388,16 +361,9 @@ class RowParallelLinear(_ParallelLinear):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.accumulation_in_fp16 = accumulation_in_fp16
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        self._divide(
-            (output_size, self.input_size_per_partition),
-            1,
-            stride,
-            init_method,
-            params_dtype,
-            use_cpu_initialization,
-            keep_master_weight_for_test,
-            bias,
-        )
+        keeps_whole = keep_master_weight_for_test
+        making = _Making(init_method, params_dtype, use_cpu_initialization, stride, keeps_whole)
+        self._divide((output_size, self.input_size_per_partition), 1, making, bias)
         if self.bias is not None:
             self.bias.sequence_parallel_enabled = sequence_parallel_enabled
 

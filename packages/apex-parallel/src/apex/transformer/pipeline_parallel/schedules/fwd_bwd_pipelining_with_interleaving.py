@@ -75,6 +75,6 @@ def _forward_backward_pipelining_with_interleaving(
         dtype=dtype,
         grad_scaler=grad_scaler,
         disable_autocast=disable_autocast,
-        deallocates=deallocate_pipeline_outputs,
+        deallocate_pipeline_outputs=deallocate_pipeline_outputs,
     )
     return loop.run(plan, number)

@@ -101,7 +101,7 @@ def forward_backward_pipelining_without_interleaving(
         dtype=dtype,
         grad_scaler=grad_scaler,
         disable_autocast=disable_autocast,
-        deallocates=deallocate_pipeline_outputs,
+        deallocate_pipeline_outputs=deallocate_pipeline_outputs,
     )
     number = get_num_microbatches()
     return loop.run(actions(rank, stages, 1, number, forward_only), number)

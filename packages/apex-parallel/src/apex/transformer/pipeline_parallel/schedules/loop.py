@@ -49,7 +49,7 @@ class Loop:
         wire: None where there is one stage, whose DDP looks after itself.
         forward_only: keep nothing for a backward.
         grad_scaler: see :func:`common.backward_step`.
-        deallocates: free outputs that have been sent.
+        deallocate_pipeline_outputs: free outputs that have been sent.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Loop:
         dtype: torch.dtype | None = None,
         grad_scaler: Any = None,
         disable_autocast: bool = False,
-        deallocates: bool = False,
+        deallocate_pipeline_outputs: bool = False,
     ) -> None:
         self.step_func, self.batch, self.models = forward_step_func, batch, models
         self.is_pipelined, self.wire = wire is not None, wire or Wire([], [])
         self.forward_only, self.grad_scaler = forward_only, grad_scaler
         self.autocast, self.wire_dtype = (dtype, disable_autocast), dtype or torch.float32
-        self.deallocates = deallocates
+        self.deallocates = deallocate_pipeline_outputs
         self.losses: list[Any] = []
         # By direction, micro-batch and chunk:
         self._inputs: dict[Key, list[Tensor | None]] = {}
