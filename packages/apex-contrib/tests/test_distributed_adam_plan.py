@@ -1,7 +1,9 @@
 """Where the planner puts parameters, against rules that are checked element by element."""
 
 import itertools
+import os
 import random
+import time
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from apex.contrib.optimizers.distributed.layout import (
     memory_order,
     shaped_view,
 )
-from apex.contrib.optimizers.distributed.planner import bucket_shape, pieces, round_to_multiple
+from apex.contrib.optimizers.distributed.planner import bucket_shape, plan, round_to_multiple
 from apex.contrib.optimizers.distributed_fused_adam import (
     DistributedFusedAdam,
     _bf16_rem_to_fp32,
@@ -22,15 +24,73 @@ from apex.contrib.optimizers.distributed_fused_adam import (
     _round_to_multiple,
 )
 
+CASES = int(os.environ.get("PLANNER_CASES", "3000"))
 
-def check_fragments(piece, where, shape, shards):
+
+def plain_plan(numels, opened, shape, is_all):
+    """Rows of a plan, one parameter and one bucket after the other; and sizes of new buckets."""
+    rows, sizes = [], []
+    at, room = opened or (0, 0)
+    aligned = [round_to_multiple(numel, shape.alignment) for numel in numels]
+    for param, numel in enumerate(numels):
+        start = 0
+        at = round_to_multiple(at, shape.alignment)
+        while start < numel:
+            if at == room:
+                left = numel - start + sum(aligned[param + 1 :])
+                small = round_to_multiple(left, shape.alignment * shape.shards)
+                at, room = 0, min(shape.bucket_size, small) if is_all else shape.bucket_size
+                sizes.append(room)
+            size = min(numel - start, room - at)
+            rows.append((param, len(sizes), start, at, size))
+            start, at = start + size, at + size
+    return rows, sizes
+
+
+def random_case(generator):
+    shape = bucket_shape(
+        generator.choice([0, 500, 3000, 9000]), generator.choice([2, 4]), generator.randint(1, 7)
+    )
+    opened = None
+    if generator.random() < 0.5:
+        steps = shape.bucket_size // shape.alignment
+        room = generator.randint(1, steps) * shape.alignment
+        opened = (generator.choice([0, room, generator.randint(0, room)]), room)
+    largest = generator.choice([1, 100, 5000])
+    numels = [generator.randint(0, largest) for _ in range(generator.randint(0, 12))]
+    return numels, opened, shape, generator.random() < 0.5
+
+
+def test_plans_are_those_of_a_plain_planner():
+    """``PLANNER_CASES=100000`` takes a minute."""
+    generator = random.Random(0)
+    for case in range(CASES):
+        arguments = random_case(generator)
+        found = plan(*arguments)
+        columns = (found.param, found.bucket, found.param_start, found.bucket_start, found.numel)
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        expected = plain_plan(*arguments)
+        assert (rows, found.new_sizes) == expected, (case, arguments)
+
+
+def test_a_million_fragments():
+    """Quick enough that nobody waits for it: 0.1 s where nothing else runs."""
+    shape = bucket_shape(1 << 20, 4, 8)
+    begun = time.process_time()
+    found = plan([64 + i % 1000 for i in range(1_000_000)], None, shape, is_all=True)
+    assert len(found.param) > 1_000_000
+    assert found.numel.sum() == sum(64 + i % 1000 for i in range(1_000_000))
+    assert time.process_time() - begun < 2
+
+
+def check_fragments(row, bucket_size, shards):
     """Of all ranks: together they hold the piece once, and their ranges agree."""
-    fragments = []
+    (param, bucket, param_start, bucket_start, numel), fragments = row, []
     for rank in range(shards):
-        size = piece.bucket_size // shards
+        size = bucket_size // shards
         shard = (size * rank, size * (rank + 1))
-        param_range = (piece.param_start, piece.param_end)
-        fragment = make_fragment(where, param_range, piece.bucket_start, shard)
+        param_range = (param_start, param_start + numel)
+        fragment = make_fragment((0, param, bucket), param_range, bucket_start, shard)
         if not fragment.in_local_shard:
             assert fragment.shard_range is None
             continue
@@ -40,47 +100,39 @@ def check_fragments(piece, where, shape, shards):
         in_bucket = fragment.shard_bucket_range[0] - fragment.bucket_range[0]
         assert in_bucket == fragment.shard_param_range[0] - fragment.param_range[0]
     ranges = [fragment.shard_param_range for fragment in fragments]
-    assert ranges[0][0] == piece.param_start
-    assert ranges[-1][1] == piece.param_end
+    assert ranges[0][0] == param_start
+    assert ranges[-1][1] == param_start + numel
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_plans(seed):
-    random.seed(seed)
-    itemsize, shards = random.choice([2, 4]), random.randint(1, 7)
-    shape = bucket_shape(random.randint(0, 9000), itemsize, shards)
-    assert shape.bucket_size == shape.shard_size * shards
+def test_rules_of_plans(seed):
+    """Each element has one place, pieces begin aligned, and only full buckets are left."""
+    numels, opened, shape, is_all = random_case(random.Random(seed))
+    assert shape.bucket_size == shape.shard_size * shape.shards
     assert shape.shard_size % shape.alignment == 0
-    assert shape.alignment * itemsize == 128
-    bucket, opened, seen, after = -1, None, set(), None
-    count, is_known = random.randint(1, 30), random.random() < 0.5
-    numels = [
-        random.choice([0, 1, random.randint(1, 100), random.randint(1, 5000)]) for _ in range(count)
-    ]
-    for index, numel in enumerate(numels):
-        covered, last = 0, None
-        if is_known:
-            after = sum(round_to_multiple(n, shape.alignment) for n in numels[index + 1 :])
-        for piece in pieces(numel, opened, shape, after):
-            size = piece.param_end - piece.param_start
-            assert (piece.param_start, size > 0) == (covered, True)
-            assert piece.bucket_start % shape.alignment == 0
-            last = (bucket + piece.bucket, piece.bucket_start + size)
-            assert last[1] <= piece.bucket_size <= shape.bucket_size
-            assert piece.bucket_size % (shape.alignment * shards) == 0
-            if piece.param_end < numel:  # goes on in the next bucket, so this one is full
-                assert last[1] == piece.bucket_size
-            elements = {(last[0], e) for e in range(piece.bucket_start, last[1])}
-            assert seen.isdisjoint(elements)
-            seen |= elements
-            check_fragments(piece, (0, index, last[0]), shape, shards)
-            covered = piece.param_end
-        assert covered == numel
-        if numel:
-            bucket, opened = last[0], (last[1], piece.bucket_size)
-    if is_known and opened:  # the last bucket has no more room than alignment asks for
-        assert opened[1] - opened[0] < shape.alignment * shards
+    rows, sizes = plain_plan(numels, opened, shape, is_all)
+    sizes = [opened[1] if opened else 0, *sizes]
+    seen, covered = set(), [0] * len(numels)
+    for param, bucket, param_start, bucket_start, numel in rows:
+        assert (param_start, numel > 0) == (covered[param], True)
+        assert bucket_start % shape.alignment == 0
+        assert bucket_start + numel <= sizes[bucket] <= shape.bucket_size
+        assert sizes[bucket] % (shape.alignment * (shape.shards if bucket else 1)) == 0
+        elements = {(bucket, e) for e in range(bucket_start, bucket_start + numel)}
+        assert seen.isdisjoint(elements)
+        seen |= elements
+        covered[param] += numel
+        if covered[param] < numels[param]:  # goes on in the next bucket, so this one is full
+            assert bucket_start + numel == sizes[bucket]
+        if bucket:  # the bucket of a test that was open is not one of equal shards
+            check_fragments(
+                (param, bucket, param_start, bucket_start, numel), sizes[bucket], shape.shards
+            )
+    assert covered == numels
+    if is_all and len(sizes) > 1:  # the last bucket has no more room than alignment asks for
+        *_, last, numel = rows[-1]
+        assert sizes[-1] - last - numel < shape.alignment * shape.shards
 
 
 def test_rounding():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,24 @@ from torch import Tensor
 from . import planner
 from .arguments import NAME, check_dtypes
 from .collectives import check_alike
-from .layout import Dtypes, StateBucket, flat_view, make_fragment, memory_order
+from .layout import Dtypes, Range, StateBucket, flat_view, make_fragment, memory_order
+
+
+class Piece(NamedTuple):
+    """A part of a parameter that a bucket will hold."""
+
+    bucket_id: int
+    bucket_size: int | None  # of a bucket that is still to be made
+    param_range: Range
+    bucket_start: int
+
+
+class Planned(NamedTuple):
+    """A parameter and the pieces that it will be cut into, if it comes with these dtypes."""
+
+    param: Tensor
+    pieces: list[Piece]
+    dtypes: Dtypes
 
 
 def trainable(optimizer: Any) -> list[Tensor]:
@@ -68,15 +86,33 @@ def init_params(optimizer: Any, params: Any, dtypes: tuple[torch.dtype | None, .
         params = [params]
     names = ("dtype", "grad_sync_dtype", "param_sync_dtype")
     new = [p for p in params if optimizer.owns(p) and "fragments" not in optimizer.state[p]]
-    alignment = planner.ALIGNMENT_BYTES // (dtypes[1] or optimizer.grad_sync_dtype).itemsize
-    after = sum(planner.round_to_multiple(param.numel(), alignment) for param in new)
+    if len(new) > 1:  # one parameter alone may be the first of many
+        plan_ahead(optimizer, new, resolve_dtypes(optimizer, *dtypes), is_all=True)
     for param in new:
-        after -= planner.round_to_multiple(param.numel(), alignment)
-        # One parameter alone may be the first of many.
-        optimizer.numel_after = after if len(new) > 1 else None
         where = optimizer.position_of(param)
         optimizer._init_param_state(param, *where, **dict(zip(names, dtypes, strict=True)))
-    optimizer.numel_after = None
+    optimizer.planned.clear()
+
+
+def plan_ahead(optimizer: Any, params: Sequence[Tensor], dtypes: Dtypes, is_all: bool) -> None:
+    """Plan for parameters that are about to get buckets, in this order and with these dtypes."""
+    shape = planner.bucket_shape(
+        int(optimizer.bucket_cap_mb * 2**20), dtypes[1].itemsize, optimizer.distributed_size
+    )
+    buckets = optimizer.state["buckets"]
+    fitting = (i for i, b in enumerate(buckets) if b.able_to_fill and b.dtypes() == dtypes)
+    open_id = max(fitting, default=None)
+    opened = None
+    if open_id is not None:
+        opened = buckets[open_id].filled_size, buckets[open_id].bucket_size
+    plan = planner.plan([param.numel() for param in params], opened, shape, is_all)
+    pieces: list[list[Piece]] = [[] for _ in params]
+    columns = (plan.param, plan.bucket, plan.param_start, plan.numel, plan.bucket_start)
+    for index, bucket, begin, numel, start in zip(*(c.tolist() for c in columns), strict=True):
+        where = open_id if bucket == 0 else len(buckets) + bucket - 1
+        size = None if bucket == 0 else plan.new_sizes[bucket - 1]
+        pieces[index].append(Piece(where, size, (begin, begin + numel), start))
+    optimizer.planned = deque(Planned(*each, dtypes) for each in zip(params, pieces, strict=True))
 
 
 def resolve_dtypes(
@@ -107,35 +143,25 @@ def resolve_dtypes(
 
 def add_parameter(optimizer: Any, param: Tensor, where: tuple[int, int], dtypes: Dtypes) -> None:
     """Give buckets to a parameter, and take its value into this rank's shards."""
-    fragments = []
-    shape = planner.bucket_shape(
-        int(optimizer.bucket_cap_mb * 2**20), dtypes[1].itemsize, optimizer.distributed_size
-    )
-    buckets = optimizer.state["buckets"]
-    fitting = [i for i, b in enumerate(buckets) if b.able_to_fill and b.dtypes() == dtypes]
-    ids = dict(enumerate(fitting[-1:]))
-    opened = (buckets[ids[0]].filled_size, buckets[ids[0]].bucket_size) if ids else None
     if optimizer.store_param_remainders and param.dtype != torch.bfloat16:
         raise RuntimeError(
             f"{NAME}: store_param_remainders=True is for bfloat16 parameters, got a parameter of "
             f"{param.dtype}. Put others into an optimizer of their own."
         )
-    for piece in planner.pieces(param.numel(), opened, shape, optimizer.numel_after):
-        if piece.bucket not in ids:
-            if ids:
-                buckets[max(ids.values())].able_to_fill = False
-            ids[piece.bucket] = len(buckets)
+    head = optimizer.planned[0] if optimizer.planned else None
+    if head is None or head.param is not param or head.dtypes != dtypes:
+        plan_ahead(optimizer, [param], dtypes, is_all=False)  # what was planned does not hold
+    buckets, fragments = optimizer.state["buckets"], []
+    for piece in optimizer.planned.popleft().pieces:
+        if piece.bucket_id == len(buckets):
             buckets.append(new_bucket(optimizer, piece.bucket_size, dtypes))
-        bucket = buckets[ids[piece.bucket]]
-        shard = (
-            bucket.shard_size * optimizer.distributed_rank,
-            bucket.shard_size * (optimizer.distributed_rank + 1),
-        )
+        bucket = buckets[piece.bucket_id]
+        begin = bucket.shard_size * optimizer.distributed_rank
         fragment = make_fragment(
-            (*where, ids[piece.bucket]),
-            (piece.param_start, piece.param_end),
+            (*where, piece.bucket_id),
+            piece.param_range,
             piece.bucket_start,
-            shard,
+            (begin, begin + bucket.shard_size),
         )
         bucket.fragments.append(fragment)
         bucket.filled_size = fragment.bucket_range[1]
@@ -146,8 +172,16 @@ def add_parameter(optimizer: Any, param: Tensor, where: tuple[int, int], dtypes:
 
 
 def new_bucket(optimizer: Any, size: int, dtypes: Dtypes) -> StateBucket:
-    """An empty bucket of ``size`` elements; in buffers it comes behind those of its dtypes."""
-    before = [b for b in optimizer.state["buckets"] if b.dtypes() == dtypes]
+    """An empty bucket of ``size`` elements, in place of the open one of its dtypes.
+
+    In buffers it comes behind those of its dtypes.
+    """
+    buckets = optimizer.state["buckets"]
+    before = next((bucket for bucket in reversed(buckets) if bucket.dtypes() == dtypes), None)
+    offset = 0
+    if before is not None:
+        before.able_to_fill = False
+        offset = before.contiguous_buffer_offset + before.bucket_size
     dtype, grads, params = dtypes
     return StateBucket(
         size,
@@ -156,7 +190,7 @@ def new_bucket(optimizer: Any, size: int, dtypes: Dtypes) -> StateBucket:
         optimizer.device,
         grads,
         params,
-        sum(bucket.bucket_size for bucket in before),
+        offset,
         optimizer.store_params,
         optimizer.store_param_remainders,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,7 +81,7 @@ def _make_state(optimizer: Any) -> None:
     optimizer.round, optimizer.reducing, optimizer.is_reduced = Round(), [], False
     optimizer.arrivals = {}  # parameters without buckets, in the order of their gradients
     optimizer.plan_is_agreed = False
-    optimizer.numel_after = None  # of the parameters that get buckets after this one
+    optimizer.planned = deque()  # of parameters that are about to get buckets
     optimizer.late = set()  # parameters that arrived after their forward
     optimizer.hooks = {}
 
