@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...nccl_allocator.nccl_allocator import backend as nccl_backend
 
 NAME = "DistributedFusedAdam"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,7 +59,7 @@ def check_options(given: dict[str, Any]) -> None:
 
 
 def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:
-    """Raise RuntimeError where buffers cannot be registered with NCCL."""
+    """Raise RuntimeError where gradient buffers cannot be taken from NCCL's memory."""
     if not given["nccl_ub"]:
         return
     if not given["contiguous_grad_buffer"]:
@@ -68,11 +69,8 @@ def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:
             f"{NAME}: nccl_ub=True needs parameters on a GPU, whose buffers NCCL can register; "
             f"got {device}. Leave it out."
         )
-    if find_spec("apex.contrib.nccl_allocator") is None:
-        raise RuntimeError(
-            f"{NAME}: nccl_ub=True needs apex.contrib.nccl_allocator, which this release of "
-            "apex-contrib does not have. Leave it out."
-        )
+    group = given["distributed_process_group"] or given["process_group"]
+    nccl_backend(f"{NAME} with nccl_ub=True", group, device)
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import nccl_allocator
 from .arguments import NAME
 from .layout import GradientBucket, StateBucket, shaped_view
 
@@ -37,10 +38,10 @@ def grad_buffer_of(optimizer: Any, bucket_id: int) -> Tensor:
 def _new_grad_buffer(optimizer: Any, size: int, dtype: torch.dtype) -> Tensor:
     if not optimizer.nccl_ub:
         return torch.zeros(size, dtype=dtype, device=optimizer.device)
-    from ... import nccl_allocator
-
-    pool = nccl_allocator.create_nccl_mem_pool()
-    with nccl_allocator.nccl_mem(pool):
+    if optimizer.nccl_pool is None:  # kept, because its memory is registered as long as it lives
+        optimizer.nccl_pool = nccl_allocator.create_nccl_mem_pool()
+    group = optimizer.distributed_process_group
+    with nccl_allocator.nccl_mem(optimizer.nccl_pool, device=optimizer.device, group=group):
         return torch.zeros(size, dtype=dtype, device=optimizer.device)
 
 

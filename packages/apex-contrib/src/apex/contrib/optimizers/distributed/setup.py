@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import layout
 from .arguments import NAME, check_group
@@ -73,7 +71,7 @@ def _make_state(optimizer: Any) -> None:
     optimizer.grads_buckets = defaultdict(layout.GradientBucket)
     optimizer._params_buckets = {}
     optimizer._param_buffers = {}  # by dtypes
-    optimizer._grad_buffers = {}  # by bucket
+    optimizer._grad_buffers, optimizer.nccl_pool = {}, None  # by bucket
     optimizer._grad_scale = torch.ones((), dtype=torch.float32, device=device)
     optimizer._grad_norm = None
     optimizer.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
@@ -102,13 +100,13 @@ def take_in(optimizer: Any, groups: list[dict[str, Any]]) -> None:
             param.requires_grad_(was_trained)
 
 
-def broadcast_parameters(optimizer: Any, params: Iterable[Tensor]) -> None:
+def broadcast_parameters(optimizer: Any) -> None:
     """Give all ranks the parameters of the first one.
 
     Raises:
         RuntimeError: the ranks' parameters differ in shape, dtype or format.
     """
-    params = list(params)
+    params = list(optimizer.parameters())
     facts = [(tuple(p.shape), p.dtype, layout.memory_order(p)) for p in params]
     check_alike(facts, "the parameters", optimizer.groups, optimizer.device, NAME)
     broadcast([layout.flat_view(param) for param in params], optimizer.groups)
