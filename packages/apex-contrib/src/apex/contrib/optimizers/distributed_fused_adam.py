@@ -24,6 +24,9 @@ from .distributed import (
 )
 from .distributed.apex_names import *  # noqa: F403  (NeMo imports private names from here)
 from .distributed.arguments import NAME
+from .distributed.checkpoints import for_torch
+
+__all__ = ["DistributedFusedAdam", "for_torch"]
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
@@ -76,7 +79,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             lacks; with ``store_params=False``. The parameter is then the value rounded with ties
             away from zero.
         with_scaled_states: keep float16 or bfloat16 states with a scale per part of a parameter.
-        nccl_ub: register gradient buffers with NCCL, which needs ``apex.contrib.nccl_allocator``.
+        nccl_ub: take gradient buffers from NCCL's memory; needs ``contiguous_grad_buffer``, GPUs.
         capturable: keep ``lr``, ``step`` and the overflow flag on the device.
         module: the model, for ``overlap_param_sync``.
 
@@ -168,7 +171,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         if "buckets" in self.state:
             arguments.device_of(self.parameters(), self.device)
             setup.take_in(self, self.param_groups[-1:])
-            self._broadcast_params(self.param_groups[-1]["params"])
+            self.param_sync()
+            self._broadcast_params()
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value}" for name, value in self.args_dict.items())
@@ -180,9 +184,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         return scaling.as_dict(self.state["buckets"])
 
     @torch.no_grad()
-    def _broadcast_params(self, params: Iterable[Tensor] | None = None) -> None:
+    def _broadcast_params(self) -> None:
         """Give all ranks the parameters of the first one."""
-        setup.broadcast_parameters(self, self.parameters() if params is None else params)
+        setup.broadcast_parameters(self)
 
     def _make_post_backward_hook(
         self, param: Tensor, param_group_id: int, param_id: int
@@ -212,11 +216,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         return id(param) in self._positions
 
     def position_of(self, param: Tensor) -> tuple[int, int]:
-        """Ids of a parameter's group and of itself.
-
-        Raises:
-            RuntimeError: it is not the optimizer's.
-        """
+        """Ids of a parameter's group and of itself; RuntimeError if it is not this optimizer's."""
         if not self.owns(param):
             raise RuntimeError(
                 f"{NAME}: a parameter of shape {list(param.shape)} is not this optimizer's."
@@ -255,7 +255,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         for bucket in self.state["buckets"]:
             bucket.able_to_fill = False
         new = [p for p in params if self.owns(p) and "fragments" not in self.state[p]]
-        self.init_params(new, dtype, grad_sync_dtype, param_sync_dtype)
+        dtypes = {"dtype": dtype, "grad_sync_dtype": grad_sync_dtype}
+        self.init_params(new, **dtypes, param_sync_dtype=param_sync_dtype)
         plans.close_buckets(self, new)
 
     def _init_param_state(
@@ -296,11 +297,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             if bucket_id in self.grads_buckets:
                 buffer.zero_()
         self.grads_buckets.clear()
-        self.round, self.is_reduced = gradients.Round(), False
+        self.round = gradients.Round()
         self._grad_scale.fill_(1.0)
         self.found_inf.zero_()
         self._dummy_overflow_buf.zero_()
-        self.drop_norm()
+        self.note_gradients()
         buffers.zero_gradients(self, set_to_none)
 
     @contextmanager
@@ -334,24 +335,24 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self._grad_copy(param)
         self._try_start_bucket_grad_sync(params=params)
 
+    def _finish_bucket_grad_sync(self) -> None:
+        """Wait for the reductions that are under way."""
+        gradients.finish_all(self)
+
     def grad_sync(self) -> None:
         """Have all gradients copied and reduced; a collective call."""
         gradients.sync(self)
 
-    def drop_norm(self) -> None:
-        """Gradients have changed: their norm is not known any more."""
-        self._grad_norm = None
+    def note_gradients(self) -> None:
+        """Gradients have changed: they are to be reduced, and their norm is not known any more."""
+        self.is_reduced, self._grad_norm = False, None
 
     def check_was_current(self, param: Tensor) -> None:
         """Raise RuntimeError if ``param`` was used before its new value had arrived."""
-        fragments = self.state[param]["fragments"] if self._params_buckets else ()
-        if id(param) in self.late or any(parameters.is_waiting(self, f) for f in fragments):
-            raise RuntimeError(
-                f"{NAME}: a parameter of shape {list(param.shape)} got a gradient, but its value "
-                "of the last step had not arrived when the model used it. With overlap_param_sync, "
-                "parameters arrive when the forward of their own submodule begins; call "
-                "optimizer.param_sync() before a forward that uses them otherwise."
-            )
+        parameters.check_was_current(self, param)
+
+    def _try_start_bucket_param_sync(self, params: Iterable[Tensor] | None = None) -> None:
+        """Nothing is left to start: :meth:`step` has all new parameters under way."""
 
     def param_sync(self) -> None:
         """Have all new parameters arrive."""
@@ -371,7 +372,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _local_grad_norm(
         self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
     ) -> Tensor:
-        """The square of the 2-norm of this rank's share of reduced gradients."""
+        """The square of the 2-norm of this rank's share of gradients; it has them reduced."""
+        self.grad_sync()
         return norms.local_square(self, None if parameters is None else list(parameters))
 
     @torch.no_grad()
@@ -457,8 +459,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
         Args:
             state_dict_format: 2, the default: whole parameters and moments as CPU tensors, the same
-                on all ranks, which load with any number of ranks and any options, and into
-                ``torch.optim.AdamW``. 1, deprecated: each rank's shares, for the same ranks.
+                on all ranks, which load with any number of ranks and any options; for
+                ``torch.optim.AdamW`` see :func:`for_torch`. 1, deprecated: each rank's shares.
             gather_on_root: with format 1: all shares on the first rank, and None on the others.
 
         Raises:

@@ -45,9 +45,34 @@ def save(optimizer: Any, state_dict_format: int | None, gather_on_root: bool | N
             _collect(optimizer, bucket_id, key, flats)
     for index, entry in flats.items():
         state[index] = {k: shaped_view(params[index], v).contiguous() for k, v in entry.items()}
-        state[index]["step"] = torch.tensor(float(step))  # where torch.optim counts steps
-    groups = local_states.pack_groups(optimizer)
-    return {"state": state, "param_groups": groups, "format": 2}
+    groups, order = local_states.pack_groups(optimizer), bucket_order(optimizer)
+    return {"state": state, "param_groups": groups, "format": 2, "bucket_order": order}
+
+
+def for_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state of format 2 as ``torch.optim.AdamW`` has it: each parameter with its ``step``.
+
+    Args:
+        state_dict: what ``DistributedFusedAdam.state_dict`` returned. It is not changed.
+
+    Example:
+        >>> plain = torch.optim.AdamW(model.parameters())
+        >>> plain.load_state_dict(for_torch(optimizer.state_dict()))
+    """
+    step = torch.tensor(float(state_dict["state"]["step"]))
+    state = {
+        index: {**entry, "step": step.clone()}
+        for index, entry in state_dict["state"].items()
+        if index != "step"
+    }
+    return {"state": state, "param_groups": state_dict["param_groups"]}
+
+
+def bucket_order(optimizer: Any) -> list[int]:
+    """Indices of the parameters in buckets, in their order there."""
+    starts, buckets = group_starts(optimizer), optimizer.state["buckets"]
+    fragments = (fragment for bucket in buckets for fragment in bucket.fragments)
+    return list(dict.fromkeys(starts[f.param_group_id] + f.param_id for f in fragments))
 
 
 @torch.no_grad()
@@ -102,6 +127,9 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     entries = [(param, _checked(param, state[i], i)) for param, i in pairs if i in state]
     step = _count_of(state_dict, [entry for _, entry in entries])
     local_states.take_groups(optimizer, state_dict["param_groups"])
+    # The same buckets, where there are none yet: sums are then rounded as they would have been.
+    params = dict(zip(indices, optimizer.parameters(), strict=True))
+    optimizer.init_params([params[i] for i in state_dict.get("bucket_order", ()) if i in params])
     _fill(optimizer, entries)
     local_states.set_step(optimizer, step)
 
@@ -162,15 +190,17 @@ def _fill(optimizer: Any, entries: list[tuple[Tensor, dict[str, Any]]]) -> None:
     optimizer.init_params()
     optimizer.init_params([param for param, _ in entries])
     agree(optimizer)
+    known = {id(param): entry for param, entry in entries}
     has_masters = False
-    for param, entry in entries:
+    for param in optimizer.parameters():
+        entry = known.get(id(param), {})  # without one it begins anew, with the value it has
         for key in KEYS:
             values = entry.get(key)
             has_masters |= key == "param" and values is not None
             if values is None and key == "param":
                 values = param
             flat = None if values is None else flat_like(param, values)
-            for fragment in optimizer.state[param]["fragments"]:
+            for fragment in optimizer.state[param].get("fragments", ()):
                 if not fragment.in_local_shard:
                     continue
                 bucket = optimizer.state["buckets"][fragment.bucket_id]

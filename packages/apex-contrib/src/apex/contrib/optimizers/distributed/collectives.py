@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 AVERAGING = ("gloo", "nccl")  # backends with ReduceOp.AVG
+# Newer names of all_gather_into_tensor and reduce_scatter_tensor, which warn where these exist.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Groups:
@@ -102,7 +105,7 @@ class Reduction:
             return
         if groups.shards > 1:
             self._shard, self.has_own_memory = torch.empty_like(self._shard), True
-            work = dist.reduce_scatter_tensor(
+            work = reduce_scatter_single(
                 self._shard, bucket, operation, groups.distributed, async_op=True
             )
             self._works.append(work)
@@ -129,7 +132,7 @@ def all_gather(out: Tensor, shard: Tensor, groups: Groups) -> Any:
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
         return None
-    return dist.all_gather_into_tensor(
+    return all_gather_single(
         out.view(torch.uint8), shard.view(torch.uint8), groups.distributed, async_op=True
     )
 
@@ -180,7 +183,7 @@ def check_alike(facts: Any, what: str, groups: Groups, device: torch.device, own
     digest = hashlib.sha256(repr(facts).encode()).digest()[:7]
     mine = torch.tensor([int.from_bytes(digest, "little")], device=device)
     every = mine.new_empty(groups.size)
-    dist.all_gather_into_tensor(every, mine, groups.all)
+    all_gather_single(every, mine, groups.all)
     numbers = every.tolist()
     odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
     if odd:

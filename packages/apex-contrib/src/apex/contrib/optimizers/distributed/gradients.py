@@ -36,6 +36,7 @@ def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
         if optimizer is None or not param.requires_grad or param.grad is None:
             return
         with optimizer._lock:
+            optimizer.note_gradients()
             fragments = optimizer.state[param].get("fragments")
             if fragments is None:
                 optimizer.arrivals.setdefault(id(param))
@@ -61,6 +62,7 @@ def copy_gradient(optimizer: Any, param: Tensor) -> None:
     grad = param.grad
     if grad is None:
         return
+    optimizer.note_gradients()
     if grad.layout != torch.strided:
         raise NotImplementedError(
             f"{NAME}: a parameter of shape {list(param.shape)} has a gradient of layout "
@@ -207,8 +209,7 @@ def finish_round(optimizer: Any) -> None:
     for bucket_id in range(optimizer.round.next, len(buckets)):
         start_bucket(optimizer, bucket_id)
     optimizer.round = Round()
-    optimizer.is_reduced = True
-    optimizer.drop_norm()
+    optimizer.is_reduced, optimizer._grad_norm = True, None
 
 
 def start_bucket(optimizer: Any, bucket_id: int) -> None:
@@ -264,8 +265,7 @@ def sync(optimizer: Any) -> None:
     for param in trainable(optimizer):
         if param.grad is not None and not is_own_view(optimizer, param):
             optimizer._grad_copy(param)
-    has_news = any(bucket.written for bucket in optimizer.grads_buckets.values())
-    if has_news or optimizer.round.next or not optimizer.is_reduced:
+    if optimizer.round.next or not optimizer.is_reduced:
         finish_round(optimizer)
     finish_all(optimizer)
 

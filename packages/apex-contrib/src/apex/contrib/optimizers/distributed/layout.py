@@ -163,7 +163,8 @@ class ParameterBucket:
     Attributes:
         params_shard: this rank's new values.
         params_bucket: everybody's.
-        params_updated: ``(group id, parameter id)`` of those that have been copied out.
+        params_updated: ``(group id, parameter id)`` of those that have been copied out, or that
+            were frozen at the step.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,8 @@ def local_square(optimizer: Any, params: Sequence[Tensor] | None) -> Tensor:
     for bucket_id, ranges in spans.items():
         shard = optimizer.grads_buckets[bucket_id].grads_shard
         if shard is not None:
-            parts = [shard[b:e] for b, e in joined(ranges, 1.0)]
+            bucket = optimizer.state["buckets"][bucket_id]
+            parts = [shard[b:e] for b, e in joined(ranges, bucket)]
             by_dtype.setdefault(shard.dtype, []).extend(parts)
     total = torch.zeros((), dtype=torch.float64, device=optimizer.device)
     for parts in by_dtype.values():
@@ -53,7 +54,6 @@ def norm(
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     known = optimizer._grad_norm if parameters is None and not force else None
     if known is None:
-        optimizer.grad_sync()
         square = optimizer._local_grad_norm(parameters=parameters, norm_type=2.0)
         if optimizer.distributed_size > 1:
             dist.all_reduce(square, group=optimizer.distributed_process_group)

@@ -121,6 +121,18 @@ def is_waiting(optimizer: Any, fragment: ParameterFragment) -> bool:
     return bucket is not None and ids not in bucket.params_updated
 
 
+def check_was_current(optimizer: Any, param: Tensor) -> None:
+    """Raise RuntimeError if ``param`` was used before its new value had arrived."""
+    fragments = optimizer.state[param]["fragments"] if optimizer._params_buckets else ()
+    if id(param) in optimizer.late or any(is_waiting(optimizer, f) for f in fragments):
+        raise RuntimeError(
+            f"{NAME}: a parameter of shape {list(param.shape)} got a gradient, but its value of "
+            "the last step had not arrived when the model used it. With overlap_param_sync, "
+            "parameters arrive when the forward of their own submodule begins; call "
+            "optimizer.param_sync() before a forward that uses them otherwise."
+        )
+
+
 @torch.no_grad()
 def copy_fragments(optimizer: Any, fragments: Iterable[ParameterFragment]) -> None:
     """Copy fragments of whole buckets into their parameters, unless those are views of them."""
@@ -131,7 +143,7 @@ def copy_fragments(optimizer: Any, fragments: Iterable[ParameterFragment]) -> No
         bucket_id = fragment.bucket_id
         bucket = optimizer._params_buckets.get(bucket_id)
         param = groups[fragment.param_group_id]["params"][fragment.param_id]
-        if begin == end or bucket is None or not param.requires_grad:
+        if begin == end or bucket is None:
             continue
         if bucket_id not in slots:
             state = optimizer.state["buckets"][bucket_id]
@@ -225,8 +237,11 @@ def watch_module(optimizer: Any, module: nn.Module) -> None:
 
     def before(submodule: nn.Module, _: Any) -> None:
         optimizer = owner()
-        if optimizer is not None and optimizer._params_buckets:
-            finish_parameters(optimizer, submodule._parameters.values())
+        if optimizer is None or not (optimizer._params_buckets or optimizer.late):
+            return
+        params = [p for p in submodule._parameters.values() if p is not None]
+        optimizer.late.difference_update(map(id, params))  # from now on they are current
+        finish_parameters(optimizer, params)
 
     def after(*_: Any) -> None:
         optimizer = owner()

@@ -85,9 +85,10 @@ def init_params(optimizer: Any, params: Any, dtypes: tuple[torch.dtype | None, .
     elif isinstance(params, Tensor):
         params = [params]
     names = ("dtype", "grad_sync_dtype", "param_sync_dtype")
+    resolved = resolve_dtypes(optimizer, *dtypes)
     new = [p for p in params if optimizer.owns(p) and "fragments" not in optimizer.state[p]]
     if len(new) > 1:  # one parameter alone may be the first of many
-        plan_ahead(optimizer, new, resolve_dtypes(optimizer, *dtypes), is_all=True)
+        plan_ahead(optimizer, new, resolved, is_all=True)
     for param in new:
         where = optimizer.position_of(param)
         optimizer._init_param_state(param, *where, **dict(zip(names, dtypes, strict=True)))

@@ -70,7 +70,7 @@ def make(optimizer: Any) -> dict[str, Any]:
     starts, state = group_starts(optimizer), {}
     for param in optimizer.parameters():
         fragments = optimizer.state[param].get("fragments")
-        if fragments is None:
+        if not fragments or not param.numel():  # no state yet, or nothing that a rank would write
             continue
         group_id, param_id = optimizer.position_of(param)
         local = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._shared.native.writes import call_counted
 from ..distributed_adam import distributed_adam_peaks, distributed_adam_step
-from . import scaling
+from . import planner, scaling
 from .buffers import param_buffer_of
 from .layout import ParameterBucket, ParameterFragment, StateBucket, flat_view
 
@@ -29,13 +29,24 @@ def step_bucket(optimizer: Any, bucket_id: int, count: Any) -> ParameterBucket:
     new.params_shard = new_values(optimizer, bucket_id)
     by_group: dict[int, list[ParameterFragment]] = defaultdict(list)
     rows: dict[int, list[int]] = defaultdict(list)
+    new.params_updated = frozen = frozen_parameters(optimizer, state)
     for row, fragment in enumerate(state.local_fragments()):
-        if optimizer.parameter(fragment).requires_grad:
+        if (fragment.param_group_id, fragment.param_id) not in frozen:
             by_group[fragment.param_group_id].append(fragment)
             rows[fragment.param_group_id].append(row)
     for group_id, fragments in by_group.items():
         step_group(optimizer, group_id, state, grads, new.params_shard, fragments, rows, count)
     return new
+
+
+def frozen_parameters(optimizer: Any, state: StateBucket) -> set[tuple[int, int]]:
+    """Ids of group and parameter of those in a bucket that keep their values."""
+    groups = optimizer.param_groups
+    return {
+        (f.param_group_id, f.param_id)
+        for f in state.fragments
+        if not groups[f.param_group_id]["params"][f.param_id].requires_grad
+    }
 
 
 def new_values(optimizer: Any, bucket_id: int) -> Tensor:
@@ -70,7 +81,9 @@ def step_group(
         step_scaled(state, grads, new, fragments, rows[group_id], numbers)
         return
     if state.params_shard is not None:
-        spans = joined([f.shard_range for f in fragments], group["eps"])
+        spans = [f.shard_range for f in fragments]
+        if group["eps"] != 0:  # with 0, a step would make NaN of the zeros between fragments
+            spans = joined(spans, state)
         params = [state.params_shard[b:e] for b, e in spans]
     else:  # the parameters themselves, which may differ in dtype
         spans = [fragment.shard_range for fragment in fragments]
@@ -139,16 +152,16 @@ def own_part(optimizer: Any, fragment: ParameterFragment) -> Tensor:
     return flat_view(optimizer.parameter(fragment))[slice(*fragment.shard_param_range)]
 
 
-def joined(spans: list[Span], eps: float) -> list[Span]:
-    """Neighbours as one, with the elements between them, which are zero and stay so.
+def joined(spans: list[Span], bucket: StateBucket) -> list[Span]:
+    """Parts of a shard, neighbours as one, with the elements between them, which are zero.
 
-    Not where ``eps`` is 0, because a step then makes NaN of them.
+    Less than the alignment lies between neighbours. Where there is more, there may be another
+    parameter, which is frozen or in another group.
     """
-    if eps == 0:
-        return spans
+    alignment = planner.ALIGNMENT_BYTES // bucket.grad_sync_dtype.itemsize
     result: list[Span] = []
     for begin, end in sorted(spans):
-        if result and 0 <= begin - result[-1][1] < 64:  # less than any alignment
+        if result and 0 <= begin - result[-1][1] < alignment:
             result[-1] = (result[-1][0], end)
         else:
             result.append((begin, end))

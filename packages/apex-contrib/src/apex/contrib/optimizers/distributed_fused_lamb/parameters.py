@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._shared.native.writes import call_counted
+from ..distributed.collectives import all_gather_single
 from ..given_lists import Batches
 from ..legacy_adam import cast_unless
 from .groups import NodeGroups
 from .layout import Layout
-
-# The newer name of all_gather_into_tensor.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 __all__ = ["ParameterBuffer", "broadcast"]
 

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed.collectives import reduce_scatter_single
 from .groups import NodeGroups
 from .layout import Layout
-
-# The newer name of reduce_scatter_tensor.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 __all__ = ["Reductions"]
 
