@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam, for_torch
 
 SHAPES = [(6, 5), (17,), (2, 3, 4, 5), (), (300,)]
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
@@ -141,7 +141,7 @@ def check_torch(rank, world):
     saved = optimizer.state_dict()
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     plain = torch.optim.AdamW(copies)
-    plain.load_state_dict(saved)
+    plain.load_state_dict(for_torch(saved))
     for i, copied in enumerate(copies):
         for key in KEYS[1:]:
             assert torch.equal(plain.state[copied][key], saved["state"][i][key])
@@ -221,6 +221,23 @@ def test_distributed_checkpoint(four_ranks, tmp_path, name):
     four_ranks(check_sharded, folder=str(tmp_path / "state"), name=name)
 
 
+def check_empty(rank, world, folder):
+    params = [*parameters(), nn.Parameter(torch.zeros(0, 3))]
+    optimizer = make(params)
+    optimizer.init_params_bucket(params)
+    take_steps(optimizer, range(2))
+    dcp.save(optimizer.sharded_state_dict(), checkpoint_id=folder)
+    state = optimizer.sharded_state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    optimizer.load_sharded_state_dict(state)
+    assert int(optimizer.state["step"]) == 2
+
+
+def test_a_parameter_without_elements(two_ranks, tmp_path):
+    """Its fragments wait for the others, and no rank writes anything of it."""
+    two_ranks(check_empty, folder=str(tmp_path / "state"))
+
+
 def check_misfits(rank, world):
     params = parameters()
     optimizer = make(params)
@@ -260,6 +277,38 @@ def check_misfits(rank, world):
 
 def test_what_does_not_fit_changes_nothing(two_ranks):
     two_ranks(check_misfits)
+
+
+def check_order(rank, world):
+    """Buckets in the order of gradients are the same after loading: sums are rounded alike."""
+    torch.manual_seed(rank)
+    params, saved = [nn.Parameter(torch.ones(50, 7)) for _ in range(3)], None
+    optimizer = make(params)
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        if step == 2:
+            saved = optimizer.state_dict()
+            assert saved["bucket_order"] == [1, 2, 0]
+            assert all(set(saved["state"][i]) == set(KEYS) for i in range(3))
+        loss = sum((params[i] * torch.randn(50, 7)).sum() for i in (0, 2, 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    others = [nn.Parameter(torch.zeros(50, 7)) for _ in range(3)]
+    other = make(others)
+    other.load_state_dict(saved)
+    for step in (2, 3):
+        torch.manual_seed(10 * step + rank)
+        loss = sum((others[i] * torch.randn(50, 7)).sum() for i in (0, 2, 1))
+        loss.backward()
+        other.step()
+        other.zero_grad()
+    for a, b in zip(others, params, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_buckets_have_the_saved_order(four_ranks):
+    four_ranks(check_order)
 
 
 def check_scheduler(rank, world):
