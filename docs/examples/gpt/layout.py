@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from optimizers import is_sharded
 from torch import Tensor, nn
 
 from apex.transformer import parallel_state
@@ -62,19 +63,23 @@ def complete_gradients(model: nn.Module) -> None:
                 dist.all_reduce(param.grad, group=group)
 
 
-def clip_gradients(model: nn.Module, largest: float) -> float:
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, largest: float) -> float:
     """Scale the gradients so that the norm of all of them, on all ranks, is at most ``largest``.
 
     Returns the norm before. Parameters that every tensor-parallel rank has count once.
     """
     params = list(model.parameters())
-    counted = [p.grad for p in params if param_is_not_tensor_parallel_duplicate(p)]
+    counted = [p for p in params if param_is_not_tensor_parallel_duplicate(p)]
     squared = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    if counted:
-        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in counted])
-        squared += norms.square().sum()
+    if is_sharded(optimizer):
+        squared += optimizer.grad_norm(counted).double().square()
+    elif counted:
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in counted]
+        squared += torch.stack(norms).square().sum()
     dist.all_reduce(squared, group=parallel_state.get_model_parallel_group())
     norm = squared.sqrt().item()
-    if norm > largest:
+    if norm > largest and is_sharded(optimizer):
+        optimizer.unscale_grads(inv_scale=largest / norm)
+    elif norm > largest:
         torch._foreach_mul_([p.grad for p in params], largest / norm)
     return norm

@@ -21,10 +21,12 @@ SIZES = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 32}
 BATCHES = {"micro-batch-size": 2, "global-batch-size": 8}
 SMALL = {**SIZES, **BATCHES, "text-bytes": 30_000, "steps": STEPS, "validate-every": 3}
 TP, PP = "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"
+DIVIDED = "--optimizer=DistributedFusedAdam"
 LAYOUTS = {
     "PP=2": (2, [PP]),
     "TP=2 x PP=2, sequence parallel": (4, [TP, PP, "--sequence-parallel"]),
     "DP=2": (2, []),
+    "TP=2 x DP=2, state divided": (4, [TP, "--sequence-parallel", DIVIDED]),
 }
 # Each rank is forked from a server that has imported what costs seconds.
 FORKS = multiprocessing.get_context("forkserver")
@@ -175,6 +177,16 @@ def test_resumes_bit_for_bit_and_only_in_its_layout(tmp_path):
     codes, written = run(parts, 1, [])
     assert codes == [1]
     assert "is a checkpoint of another run or layout" in written
+
+
+def test_a_divided_state_goes_on_with_fewer_replicas_and_with_torch(one_process, tmp_path):
+    """Four replicas, then two, then one with torch's AdamW: the losses of one process all along."""
+    train(tmp_path, 4, [DIVIDED, "--stop-after=2"])
+    train(tmp_path, 2, [DIVIDED, "--stop-after=4"])
+    found = train(tmp_path, options=["--optimizer=AdamW"])
+    assert len(found) == STEPS
+    for record, expected in zip(found, one_process[1], strict=True):
+        assert record == pytest.approx(expected, rel=1e-6)
 
 
 def assert_same(a, b):

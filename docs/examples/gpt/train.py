@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node=2 train.py --tensor-model-parallel-size=2
     torchrun --standalone --nproc-per-node=4 train.py --tensor-model-parallel-size=2 \
         --pipeline-model-parallel-size=2 --sequence-parallel
+    torchrun --standalone --nproc-per-node=4 train.py --optimizer=DistributedFusedAdam
 
 Ranks that these sizes leave over are replicas, which share the batch.
 """
@@ -29,9 +30,9 @@ from layout import (
     stop_processes,
 )
 from model import Shape, Stage, mean_loss
+from optimizers import CLASSES, load, make_optimizer
 from torch import Tensor, nn
 
-from apex.optimizers import FusedAdam
 from apex.transformer import parallel_state
 from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func
 from apex.transformer.pipeline_parallel.schedules.common import (
@@ -71,11 +72,11 @@ class Trainer:
         setup_microbatch_calculator(
             dist.get_rank(), None, args.global_batch_size, args.micro_batch_size, replicas
         )
-        (self.model,) = build_model(
-            Stage, wrap_with_ddp=replicas > 1, shape=self.shape, seed=args.seed
-        )
-        groups = _get_params_for_weight_decay_optimization(self.model)
-        self.optimizer = FusedAdam(groups, betas=(0.9, 0.95), weight_decay=0.1)
+        wraps = replicas > 1 and args.optimizer != "DistributedFusedAdam"
+        (model,) = build_model(Stage, wrap_with_ddp=wraps, shape=self.shape, seed=args.seed)
+        groups = _get_params_for_weight_decay_optimization(model)
+        self.optimizer = make_optimizer(args.optimizer, groups, model, args.sequence_parallel)
+        self.model, self.stage = model, model.module if wraps else model
         self.text = Text(args.text, args.sequence)
         self.schedule = get_forward_backward_func(
             None, parallel_state.get_pipeline_model_parallel_world_size()
@@ -105,7 +106,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self.loss("train", step)
         complete_gradients(self.model)
-        norm = clip_gradients(self.model, LARGEST_NORM)
+        norm = clip_gradients(self.model, self.optimizer, LARGEST_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()
@@ -131,17 +132,18 @@ class Trainer:
         return sum(self.loss("validation", b, forward_only=True) for b in batches) / len(batches)
 
     def run(self) -> dict[str, Any]:
-        """All options that change what is computed, and the layout."""
+        """All options that change what is computed, and how the model is divided."""
         names = "layers hidden heads sequence sequence_parallel dtype seed steps lr text_bytes"
         names += " micro_batch_size global_batch_size"
-        return {name: getattr(self.args, name) for name in names.split()} | layout()
+        tensor, pipeline, _ = layout().items()  # checkpoints are of any number of replicas
+        return {name: getattr(self.args, name) for name in names.split()} | dict((tensor, pipeline))
 
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on."""
         state = {
             "run": self.run(),
             "history": self.history,
-            "model": self.model.state_dict(),
+            "model": self.stage.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
         save(self.args.output, len(self.history), state)
@@ -150,8 +152,8 @@ class Trainer:
         """Continue from the newest checkpoint, if there is one."""
         state = newest(self.args.output, self.run(), self.device)
         if state is not None:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.stage.load_state_dict(state["model"])
+            load(self.optimizer, state["optimizer"])
             self.history = state["history"]
             print_rank_0(f"continues after step {len(self.history)}")
 
@@ -265,6 +267,8 @@ def parse_arguments() -> argparse.Namespace:
     number("--global-batch-size", 16, "sequences of a step, over all replicas")
     number("--steps", 300, "updates in all, which the learning rate follows")
     number("--stop-after", None, "updates after which to stop early, with a checkpoint")
+    text = "a checkpoint of one goes on with any; %(default)s"
+    parser.add_argument("--optimizer", choices=CLASSES, default=CLASSES[0], help=text)
     parser.add_argument("--lr", type=float, default=2e-3, help="highest; %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0, help="of weights; %(default)s")
