@@ -290,3 +290,4 @@ def check_sequence(rank, world, spec, calls):
             where = f"call {position}, {name}{arguments}, of {side.name!r}"
             raise AssertionError(where) from error
     side.look()
+    side.zero(to_none=True)  # ends reductions that only some ranks may have started

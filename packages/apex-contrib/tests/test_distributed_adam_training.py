@@ -140,6 +140,28 @@ def test_no_sync(two_ranks, greedy, options):
     two_ranks(check_accumulation, greedy=greedy, options=options)
 
 
+def check_experts(rank, world, greedy):
+    """What one rank alone has from a pass under no_sync leaves with the next reduction."""
+    params = [nn.Parameter(torch.ones(40)) for _ in range(2)]
+    copies = [param.detach().clone() for param in params]
+    optimizer = DistributedFusedAdam(params, **SMALL)
+    plain = torch.optim.AdamW(copies, lr=SMALL["lr"], weight_decay=SMALL["weight_decay"])
+    for _ in range(3):
+        with optimizer.no_sync(greedy_grad_copy=greedy):
+            (3 * params[rank]).sum().backward()
+        (2 * params[1]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copies[0].grad, copies[1].grad = torch.full((40,), 1.5), torch.full((40,), 3.5)
+        plain.step()
+        torch.testing.assert_close([p.detach() for p in params], copies)
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["plain", "greedy"])
+def test_no_sync_with_parameters_of_one_rank(two_ranks, greedy):
+    two_ranks(check_experts, greedy=greedy)
+
+
 def check_norms(rank, world):
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(n)) for n in (300, 7)]

@@ -286,6 +286,24 @@ def test_overflow(options, two_ranks):
     two_ranks(check_overflow, options=options)
 
 
+def check_discarded(rank, world):
+    """Gradients that are given up, while one rank alone has started their reduction."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(300)) for _ in range(2)]
+    optimizer = DistributedFusedLAMB(params, lr=0.1, dwu_num_blocks=1, dwu_num_ar_pg=1)
+    used = params if rank == 0 else params[:1]
+    for _ in range(3):
+        sum(param.sum() for param in used).backward()
+        optimizer.zero_grad()
+    sum(param.sum() for param in used).backward()
+    optimizer.complete_reductions()
+    assert float(optimizer.L2_grad_norm) == pytest.approx((300 * (1 + 0.25)) ** 0.5)
+
+
+def test_discarded_gradients(two_ranks):
+    two_ranks(check_discarded)
+
+
 def check_checkpoint(rank, world):
     start, all_grads = starts(torch.bfloat16, world)
     params = make_params(start, rank)

@@ -170,6 +170,9 @@ def begin_round(optimizer: Any) -> None:
     for param in params:
         for fragment in optimizer.state[param]["fragments"]:
             current.expected[fragment.bucket_id] += 1
+        # Left by passes under no_sync. This rank alone may have it, so it goes with this round.
+        if not getattr(param, "_disable_greedy_grad_copy", False):  # set by NeMo, which copies it
+            copy_if_new(optimizer, param)
     if in_nested_backward():
         return
     owner = weakref.ref(optimizer)
@@ -263,11 +266,16 @@ def sync(optimizer: Any) -> None:
     """Have all gradients reduced; a collective call."""
     agree(optimizer)
     for param in trainable(optimizer):
-        if param.grad is not None and not is_own_view(optimizer, param):
-            optimizer._grad_copy(param)
+        copy_if_new(optimizer, param)
     if optimizer.round.next or not optimizer.is_reduced:
         finish_round(optimizer)
     finish_all(optimizer)
+
+
+def copy_if_new(optimizer: Any, param: Tensor) -> None:
+    """Copy a gradient that is not in the optimizer's buckets."""
+    if param.grad is not None and not is_own_view(optimizer, param):
+        optimizer._grad_copy(param)
 
 
 def is_own_view(optimizer: Any, param: Tensor) -> bool:

@@ -174,7 +174,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._global_scale = torch.ones(1, device=device)
         self._is_accumulation_step = self._last_step = False
         self._grad_norm: Tensor | None = None
-        self._is_reduced = self._resume_from_checkpoint = False
+        self._is_reduced = self._has_begun = self._resume_from_checkpoint = False
         self._steps = torch.zeros(1, dtype=torch.int32, device=device)
         with torch.no_grad():
             broadcast(self._own_params)
@@ -312,6 +312,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         """A backward pass has completed a gradient."""
         if self._is_accumulation_step:
             return
+        self._has_begun = True
         if self._is_reduced or self._gradients.last_block_of(index) > self._reductions.next_block:
             raise RuntimeError(
                 f"{NAME}: a gradient arrived again after its reduction began. Call "
@@ -420,7 +421,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._gradients.forget()
-        self._is_reduced = False
+        self._is_reduced = self._has_begun = False
 
     @torch.no_grad()
     def gather_params(self) -> None:
@@ -432,7 +433,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those that were reduced included."""
         super().zero_grad(set_to_none)
-        if self._reductions.next_block < self._layout.blocks - 1:
+        if self._has_begun and not self._is_reduced:  # some ranks may have started blocks
             for _ in self._reductions.finish():
                 pass
         self._forget()
