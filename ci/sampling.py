@@ -6,7 +6,8 @@ pytest -p ci.sampling --cases-per-test 1 --share 1/2
 For runs that repeat on another torch or Python what was tested in full on one: there, another
 dtype or shape of the same test tells nothing new, but a function that is left out would. Tests
 marked `slow` are left out. Where there are many such runs, each can take a share of the functions:
-1/2 and 2/2 have none in common, and together they have all.
+1/2 and 2/2 have none in common, and together they have all. Only tests marked `every_torch`, which
+reach into parts of torch that change, are in each share.
 """
 
 import random
@@ -37,7 +38,9 @@ def pytest_collection_modifyitems(config, items):
     cases = defaultdict(list)
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("slow") is None and is_in_share(function, *share):
+        if item.get_closest_marker("slow") is not None:
+            continue
+        if item.get_closest_marker("every_torch") is not None or is_in_share(function, *share):
             cases[function].append(item)
     seed = config.getoption("--sample-seed")
     drawn = (

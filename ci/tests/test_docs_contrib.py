@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ci.workspace import MATRIX
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "packages" / "apex-contrib" / "README.md"
 # The folder of pages: the package whose module has a page's name, and the README that links to it.
@@ -61,6 +63,14 @@ def test_every_argument_stands_on_the_page_with_its_default(page):
     cells = re.findall(r"^\| `(\w+)` \| `?([\w.-]+|\([\d., ]+\))`? \|", text, re.M)
     expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
     assert {n: default for n, default in cells if n in own} == expected
+
+
+def test_the_page_of_torchsched_names_versions_that_ci_runs():
+    page = (ROOT / "docs" / "contrib" / "torchsched.md").read_text()
+    named = re.findall(r"^\| (\d+\.\d+) \|", page, re.M)
+    tested = [version.rpartition(".")[0] for version in MATRIX["torch"]["versions"]]
+    assert named == [version for version in tested if version in named]
+    assert MATRIX["torch"]["build"].rpartition(".")[0] in named
 
 
 def test_the_readmes_link_to_every_page():

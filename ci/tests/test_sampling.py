@@ -65,6 +65,16 @@ def test_a_share_keeps_all_cases_of_a_function(tmp_path):
     assert sorted(map(tuple, ran)) in ([("many", "many"), ("one",)], [(), ("many", "many", "one")])
 
 
+def test_what_every_torch_runs_is_in_every_share(tmp_path):
+    marked = MODULE.replace("def test_one", "@pytest.mark.every_torch\ndef test_one")
+    (tmp_path / "test_module.py").write_text(marked)
+    for share in ("1/2", "2/2"):
+        options = ["-p", "ci.sampling", "--cases-per-test", "1", "--share", share, "-s"]
+        command = [sys.executable, "-m", "pytest", "-c", "/dev/null", *options, tmp_path]
+        output = run(*command, env={"PYTHONPATH": str(ROOT)}).stdout
+        assert "ran one" in output
+
+
 @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "-1/2", ""])
 def test_refuses_what_is_no_share(text):
     with pytest.raises(pytest.UsageError, match="expected K/N"):

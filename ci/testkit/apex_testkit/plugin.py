@@ -57,6 +57,10 @@ def pytest_configure(config):
         "markers",
         "slow: takes seconds, and tells nothing new on another torch; not part of samples",
     )
+    config.addinivalue_line(
+        "markers",
+        "every_torch: reaches into parts of torch that change; part of samples on every torch",
+    )
     torch.set_num_threads(int(config.getini("apex_threads")))
     config.stash[_devices_key] = _chosen_devices(config)
 
