@@ -110,13 +110,13 @@ def test_every_name_of_apex_with_all_wheels(environment, source_wheels, monkeypa
 
 
 def test_every_form_says_it(environment, source_wheels):
-    environment.install(source_wheels["apex-contrib"])
-    expected = ": apex.contrib.torchsched is not in apex-contrib "
+    environment.install(source_wheels["apex-parallel"], source_wheels["apex-contrib"])
+    expected = ": apex.transformer.context_parallel is not in apex-parallel "
     for answer in environment.results(
-        "import apex.contrib.torchsched",
-        "from apex.contrib import torchsched",
-        "from apex.contrib.torchsched import get_backend",
-        "import importlib; importlib.import_module('apex.contrib.torchsched')",
+        "import apex.transformer.context_parallel",
+        "from apex.transformer import context_parallel",
+        "from apex.transformer.context_parallel import ring",
+        "import importlib; importlib.import_module('apex.transformer.context_parallel')",
     ):
         assert answer.startswith(f"ModuleNotFoundError{expected}")
     gone = "apex.pyprof is not part of the Apex wheels. Use torch.profiler instead."

@@ -53,7 +53,8 @@ _WHEELS = {
             *("apex.contrib.bottleneck", "fast_bottleneck", "nccl_p2p_cuda", "_nccl_version"),
             *("apex.contrib.peer_memory", "peer_memory_cuda"),
             *("apex.contrib.nccl_allocator", "_apex_nccl_allocator"),
-            *("apex.contrib.sparsity", "permutation_search_cuda"),
+            *("apex.contrib.sparsity", "permutation_search_cuda", "apex.contrib.torchsched"),
+            *("apex.contrib.gpu_direct_storage", "_apex_gpu_direct_storage"),
         ),
         "apex-contrib",
     ),
@@ -61,16 +62,12 @@ _WHEELS = {
 # The same for what no release has yet.
 _NOT_BUILT = {
     "apex.transformer.context_parallel": "apex-parallel",
-    **dict.fromkeys(
-        ("apex.contrib.openfold_triton", "apex.contrib.torchsched"),
-        "apex-contrib",
-    ),
+    "apex.contrib.openfold_triton": "apex-contrib",
 }
 # Names that the wheels will not have, and what to use instead.
 _REPLACED = {
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
-    "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
 }
 
 
