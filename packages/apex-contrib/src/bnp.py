@@ -63,7 +63,10 @@ def bn_fwd_nhwc(
     pair_data2: Any,
     pair_data3: Any,
     bn_group: int,
-    *launch: Any,
+    magic: Any,
+    occupancy: Any,
+    grid_x: Any,
+    coop: Any,
 ) -> Tensor:
     """Normalize ``x`` by the statistics of the group's batches."""
     given = x, None, scale, bias, running_mean, running_var, mb_mean, mb_inv_var
@@ -88,7 +91,10 @@ def bn_addrelu_fwd_nhwc(
     pair_data2: Any,
     pair_data3: Any,
     bn_group: int,
-    *launch: Any,
+    magic: Any,
+    occupancy: Any,
+    grid_x: Any,
+    coop: Any,
 ) -> Tensor:
     """The same, with ``z`` added and the positive part taken.
 
@@ -161,7 +167,10 @@ def bn_bwd_nhwc(
     pair_data2: Any,
     pair_data3: Any,
     bn_group: int,
-    *launch: Any,
+    magic: Any,
+    occupancy: Any,
+    grid_x: Any,
+    coop: Any,
 ) -> list[Tensor]:
     """Gradients of x, scale and bias; the latter two of this rank's elements."""
     y = None
@@ -189,7 +198,10 @@ def bn_addrelu_bwd_nhwc(
     pair_data2: Any,
     pair_data3: Any,
     bn_group: int,
-    *launch: Any,
+    magic: Any,
+    occupancy: Any,
+    grid_x: Any,
+    coop: Any,
 ) -> list[Tensor]:
     """Gradients of x, z, scale and bias, given the forward's ``bitmask``."""
     shifts = torch.arange(32, device=x.device)

@@ -29,6 +29,31 @@ from apex.contrib.bottleneck.raw import image as _image
 from apex.contrib.bottleneck.raw import layers_of as _layers_of
 from apex.contrib.bottleneck.raw import run as _run
 
+__all__ = [
+    "backward",
+    "backward_grad_out1",
+    "backward_grad_out1_halo",
+    "backward_grad_out1_halo_corr",
+    "backward_grad_out1_mask",
+    "backward_grad_out2",
+    "backward_init",
+    "backward_rest",
+    "backward_wgrad1",
+    "backward_wgrad2",
+    "backward_wgrad2_halo",
+    "backward_wgrad2_pad",
+    "backward_wgrad3",
+    "forward",
+    "forward_init",
+    "forward_out1",
+    "forward_out2",
+    "forward_out2_halo",
+    "forward_out2_halo_corr",
+    "forward_out2_mask",
+    "forward_out2_pad",
+    "forward_rest",
+]
+
 _Tensors = Sequence[Tensor]
 
 

@@ -28,6 +28,25 @@ for _folder in (_ops, _norm):
     except RuntimeError as error:
         raise ImportError(str(error), name="fast_multihead_attn") from error
 
+__all__ = [
+    "additive_mask_softmax_dropout_backward",
+    "additive_mask_softmax_dropout_forward",
+    "encdec_multihead_attn_backward",
+    "encdec_multihead_attn_forward",
+    "encdec_multihead_attn_norm_add_backward",
+    "encdec_multihead_attn_norm_add_forward",
+    "mask_softmax_dropout_backward",
+    "mask_softmax_dropout_forward",
+    "self_attn_backward",
+    "self_attn_bias_additive_mask_backward",
+    "self_attn_bias_additive_mask_forward",
+    "self_attn_bias_backward",
+    "self_attn_bias_forward",
+    "self_attn_forward",
+    "self_attn_norm_add_backward",
+    "self_attn_norm_add_forward",
+]
+
 _Tensors = list[Tensor]
 
 

@@ -85,9 +85,8 @@ def fwd(
     return [_by_token(out, layout, qkv.dtype), signed.to(qkv.dtype)]
 
 
-def fwd_nl(*arguments, **options) -> list[Tensor]:
-    """:func:`fwd`, under the name of Apex's variant for few sequences."""
-    return fwd(*arguments, **options)
+fwd_nl = fwd
+""":func:`fwd`, under the name of Apex's variant for few sequences."""
 
 
 @torch.no_grad()
@@ -122,7 +121,16 @@ def bwd(
     return [torch.stack(each, 1), d_scores.to(qkv.dtype)]
 
 
-def bwd_nl(*arguments, **options) -> list[Tensor]:
+def bwd_nl(
+    dout: Tensor,
+    qkv: Tensor,
+    softmax: Tensor,
+    cu_seqlens: Tensor,
+    p_dropout: float,
+    max_seq_len: int,
+    zero_tensors: bool = False,
+) -> list[Tensor]:
     """:func:`bwd`, and the gradients of keys and values again, ``[total, 2, heads, d]``."""
-    dqkv, d_scores = bwd(*arguments, **options)
+    given = (dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors)
+    dqkv, d_scores = bwd(*given)
     return [dqkv, d_scores, dqkv[:, 1:]]
