@@ -1,4 +1,4 @@
-"""What each permutation of windows of 8 columns keeps, of all pairs of stripes of a matrix.
+"""What each permutation of windows of 8 or 12 columns keeps, of all pairs or threes of stripes.
 
 That is the first pass of the search, and what it spends its time in. The peer is the same in plain
 NumPy: sets of four columns once each, two of four as the largest of three sums.
@@ -17,6 +17,7 @@ from apex_testkit.bench import chosen_device, compare
 
 # Rows and columns: convolutions of a ResNet-18, and a linear layer.
 SHAPES = [(576, 64), (1152, 128), (2304, 256), (1024, 256)]
+WIDE = (576, 64)  # with windows of 12 columns, 5775 permutations each
 AT_ONCE = 64  # windows, in NumPy: their columns stay in the caches
 
 
@@ -33,19 +34,19 @@ def plain(magnitudes, windows, fours, parts):
     return kept.astype(np.float64)[:, parts].sum(2)
 
 
-def run(rows: int, columns: int, device: str) -> None:
+def run(rows: int, columns: int, device: str, width: int = 8) -> None:
     """Measure one matrix."""
     magnitudes = torch.randn(rows, columns, device=device).abs().t().contiguous()
-    moves = Moves.of(generate_all_unique_combinations(8, 4)).to(magnitudes.device)
+    moves = Moves.of(generate_all_unique_combinations(width, 4)).to(magnitudes.device)
     stripes = torch.arange(columns, device=device).view(-1, 4)
-    pairs = torch.tensor(list(combinations(range(columns // 4), 2)), device=device)
+    pairs = torch.tensor(list(combinations(range(columns // 4), width // 4)), device=device)
     windows = stripes[pairs].flatten(1)
     arrays = [t.cpu().numpy() for t in (magnitudes, windows, moves.fours, moves.parts)]
     found, expected = moves.values(magnitudes, windows).cpu().numpy(), plain(*arrays)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     compare(
         "permutation_search",
-        f"windows of 8 of {columns} columns, {rows} rows",
+        f"windows of {width} of {columns} columns, {rows} rows",
         device=device,
         apex=lambda: moves.values(magnitudes, windows),
         numpy=lambda: plain(*arrays),
@@ -54,3 +55,4 @@ def run(rows: int, columns: int, device: str) -> None:
 
 for shape in SHAPES:
     run(*shape, chosen_device())
+run(*WIDE, chosen_device(), width=12)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..retained_magnitude import retained_magnitude
 
@@ -77,7 +78,8 @@ class Moves:
         """What is retained of windows ``[G, 4 * stripes]`` of channels: float64 ``[G, P]``."""
         fours = windows[:, self.fours].reshape(-1, 4)
         kept = retained_magnitude(magnitudes, fours).double().view(len(windows), -1)
-        return kept[:, self.parts].sum(-1)
+        # Windows are next to each other in memory, so that sums are of vectors.
+        return F.embedding_bag(self.parts, kept.t().contiguous(), mode="sum").t()
 
     def best(self, magnitudes: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
         """The largest gain of each window, float64 ``[G]``, and the move that has it, ``[G]``."""
