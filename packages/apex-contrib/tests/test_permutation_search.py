@@ -136,6 +136,31 @@ def test_swaps_end_where_no_swap_gains():
         assert len(pairs) == 15
 
 
+def test_swaps_by_maps():
+    """By hand what Channel_Swap does: maps of gains, the best swaps, and escapes."""
+    matrix = matrix_of(20, 24)
+    gains, pairs = swap.build_swap_map(matrix)
+    for pair, row in zip(pairs, gains, strict=True):
+        for index, gain in enumerate(row):
+            columns = swap.stripes_and_swap_idx_to_columns(*map(int, pair), index)
+            assert gain == pytest.approx(utilities.try_swap(matrix, *columns), abs=1e-4)
+    moved, order, escapes = matrix, list(range(24)), 0
+    while True:
+        given = (moved, gains, pairs, 1e-4, escapes, 3, order)
+        result, used, gain, order, now = swap.use_swap_map(*given)
+        assert np.array_equal(result, matrix[:, order])
+        assert retained(result) - retained(moved) == pytest.approx(gain, abs=1e-3)
+        if not used:
+            break
+        assert (now > escapes) == (gains.max() <= 1e-4)
+        moved, escapes = result, now
+        gains, pairs = swap.build_swap_map(moved, gains, pairs, used)
+        np.testing.assert_allclose(gains, swap.build_swap_map(moved)[0], atol=1e-5)
+    assert escapes == 3
+    assert gains.max() <= 1e-4
+    assert retained(moved) > retained(matrix) * 1.02
+
+
 def test_wide_matrices_are_halved_first(monkeypatch):
     monkeypatch.setattr(search, "_HALVED_ABOVE", 24)
     matrix = matrix_of(5, 32)
@@ -199,6 +224,14 @@ def test_distance_of_permutations():
     assert utilities.common_groups(a, b) == [(8, 9, 10, 11)]
     assert utilities.remove_common_groups(a, b) == (a[:8], b[:8])
     c = np.random.default_rng(0).permutation(12).tolist()
+    assert utilities.dictify(utilities.group_differences(a, b)) == {0: [4], 1: [0]}
+    assert utilities.swap_and_correct(b, 0, 4) == a
+    assert utilities.swap_and_correct(a, 0, 1) == a
+    matrix = matrix_of(6, 12)
+    own, other = retained(matrix[:, a]), retained(matrix[:, b])
+    targets = [min(own, other) - 1, own, own + 100]
+    count, reached = utilities.permutation_distance(a, b, matrix, targets)
+    assert (count, reached) == (1, [0, 0 if other >= own else 1, None])
     steps, count = c, utilities.permutation_distance(a, c)
     for _ in range(count):
         steps = utilities.move_permutation_towards(steps, a)

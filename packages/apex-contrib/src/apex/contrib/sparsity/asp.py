@@ -312,7 +312,9 @@ class ASP:
         from .permutation_lib import Permutation
 
         model = getattr(model, "module", model)
-        sparse = [(p.module_name, p.name, p.parameter) for p in cls._parameters]
+        sparse = [
+            (p.module_name, p.module, p.name, p.parameter, p.mask, p.lost) for p in cls._parameters
+        ]
         everything = [*model.named_parameters(), *model.named_buffers()]
         Permutation.set_permutation_params_from_asp(
             model, sparse, everything, cls._verbosity, cls._optimizer

@@ -172,6 +172,10 @@ class ChannelSpaces:
             if use := self._uses.get(key):
                 self.freeze(Channels(tuple(s for s, _ in use.parts), -1, None), reason)
 
+    def use_of(self, tensor: Tensor, dim: int) -> Use | None:
+        """The use of a tensor's dimension, if it has known channels."""
+        return self._uses.get((key_of(tensor), dim))
+
     def uses(self) -> Iterator[Use]:
         """All uses, in the order of the network."""
         yield from self._uses.values()

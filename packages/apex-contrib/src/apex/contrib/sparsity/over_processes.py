@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,28 +23,39 @@ def gathered(own: Any) -> list[Any]:
     _, world_size = _world()
     if world_size == 1:
         return [own]
-    everything: list[Any] = [None] * world_size
-    dist.all_gather_object(everything, own)
-    return everything
+    answers: list[Any] = [None] * world_size
+    dist.all_gather_object(answers, own)
+    return answers
 
 
-def shared_search(keys: Sequence[Key], search: Callable[[Key], Found]) -> dict[Key, Found]:
-    """Search for key ``i`` on rank ``i % world``; every process returns what all have found.
+@dataclass(frozen=True)
+class Share:
+    """What one process has found, by key, or why it failed."""
+
+    found: dict[Any, Any]
+    failure: Exception | None
+
+
+def own_share(keys: Sequence[Key], search: Callable[[Key], Found]) -> Share:
+    """Search for key ``i`` if this is rank ``i % world``. :func:`everything` tells of a failure."""
+    rank, world_size = _world()
+    try:
+        return Share({key: search(key) for key in keys[rank::world_size]}, None)
+    except Exception as error:
+        if world_size == 1:
+            raise
+        return Share({}, error)
+
+
+def everything(share: Share) -> dict[Any, Any]:
+    """What all processes have found, on each of them.
 
     Raises:
         RuntimeError: a search failed on some process; on all of them, with its rank and the error.
     """
-    rank, world_size = _world()
-    failure, found = None, {}
-    try:
-        found = {key: search(key) for key in keys[rank::world_size]}
-    except Exception as error:
-        if world_size == 1:
-            raise
-        failure = error
-    answers = gathered((found, failure and f"{type(failure).__name__}: {failure}"))
+    failure = share.failure
+    answers = gathered((share.found, failure and f"{type(failure).__name__}: {failure}"))
     for other, (_, text) in enumerate(answers):
         if text is not None:
             raise RuntimeError(f"permutation search failed on rank {other}: {text}") from failure
-    everything = {key: value for of_rank, _ in answers for key, value in of_rank.items()}
-    return {key: everything[key] for key in keys}
+    return {key: value for found, _ in answers for key, value in found.items()}

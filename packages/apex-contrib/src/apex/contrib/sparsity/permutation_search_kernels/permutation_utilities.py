@@ -117,6 +117,23 @@ def group_differences(A: Sequence[int], B: Sequence[int]) -> list[tuple[int, int
     return [(i, column) for i, column in enumerate(B) if column not in groups[i // 4]]
 
 
+def dictify(wrong_entries: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """What :func:`group_differences` returns, by group: the columns that do not belong there."""
+    by_group: dict[int, list[int]] = {}
+    for position, column in wrong_entries:
+        by_group.setdefault(position // 4, []).append(column)
+    return by_group
+
+
+def swap_and_correct(permutation: Sequence[int], src: int, tgt: int) -> list[int]:
+    """Swap what is at two positions, and put the columns of both groups in ascending order."""
+    swapped = list(permutation)
+    swapped[src], swapped[tgt] = swapped[tgt], swapped[src]
+    for group in {src // 4, tgt // 4}:
+        swapped[4 * group : 4 * group + 4] = sorted(swapped[4 * group : 4 * group + 4])
+    return swapped
+
+
 def move_groups_to_match(B: Sequence[int], A: Sequence[int], debug: bool = False) -> list[int]:
     """Put the groups of ``B`` where ``A`` has most of their columns; the most alike come first."""
     own, wanted = make_grouped(B), make_grouped(A)
@@ -150,9 +167,37 @@ def move_permutation_towards(B: Sequence[int], A: Sequence[int], debug: bool = F
     return moved
 
 
-def permutation_distance(A: Sequence[int], B: Sequence[int]) -> int:
-    """Count the swaps by which :func:`move_permutation_towards` turns the groups of B into A's."""
-    present, count = move_groups_to_match(B, A), 0
-    while group_differences(A, present):
-        present, count = move_permutation_towards(present, A), count + 1
-    return count
+def permutation_distance(
+    A: Sequence[int],
+    B: Sequence[int],
+    matrix: np.ndarray | None = None,
+    magnitude_targets: Sequence[float] | None = None,
+    debug: bool = False,
+    verbosity: int = 0,
+) -> int | tuple[int, list[int | None]]:
+    """Count the swaps by which :func:`move_permutation_towards` turns the groups of B into A's.
+
+    Args:
+        matrix, magnitude_targets: on the way from ``B`` to ``A``, look when 2:4 pruning of the
+            matrix keeps as much as each target.
+        debug, verbosity: say what is done; above 0, what each swap keeps of the matrix.
+
+    Returns:
+        How many swaps; with targets also after how many each is reached, None for one that is not.
+    """
+    present, count = move_groups_to_match(B, A, debug), 0
+    targets = list(magnitude_targets or ())
+    reached: list[int | None] = [None] * len(targets)
+    while True:
+        if matrix is not None:
+            kept = sum_after_2_to_4(matrix[:, present])
+            reached = [
+                count if at is None and kept >= target else at
+                for at, target in zip(reached, targets, strict=True)
+            ]
+            if verbosity > 0:
+                print(f"permutation_distance: after {count} swaps {kept:.6g} is retained")
+        if not group_differences(A, present):
+            break
+        present, count = move_permutation_towards(present, A, debug), count + 1
+    return count if matrix is None or magnitude_targets is None else (count, reached)
