@@ -7,14 +7,15 @@ def adam_reference(p, *grads, lr, weight_decay=0.0, eps=1e-8, adam_w_mode=True, 
     """The formula, step by step, in the dtype of its inputs (torch.optim rounds 16-bit moments)."""
     beta1, beta2 = options.get("betas", (0.9, 0.999))
     correct = options.get("bias_correction", True)
-    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    m, v, largest = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
     for t, g in enumerate(grads, start=1):
         if not adam_w_mode:
             g = g + weight_decay * p
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
+        largest = torch.maximum(largest, v) if options.get("amsgrad", False) else v
         c1, c2 = (1 - beta1**t, 1 - beta2**t) if correct else (1, 1)
-        update = (m / c1) / ((v / c2).sqrt() + eps)
+        update = (m / c1) / ((largest / c2).sqrt() + eps)
         if adam_w_mode:
             update = update + weight_decay * p
         p = p - lr * update

@@ -93,6 +93,9 @@ compare(
     apex_remainders=stepper(
         FusedAdam, sizes, BF16, master_weights=True, store_param_remainders=True
     ),
+    apex_fp16_masters=stepper(
+        FusedAdam, sizes, BF16, master_weights=True, master_weight_dtype=torch.float16
+    ),
     torch_fused_bf16=stepper(torch.optim.AdamW, sizes, BF16, fused=True),
 )
 
@@ -104,6 +107,28 @@ compare(
     apex=stepper(FusedAdam, sizes, BF16, stochastic_rounding=True),
     apex_to_nearest=stepper(FusedAdam, sizes, BF16),
     apex_masters=stepper(FusedAdam, sizes, BF16, master_weights=True),
+)
+
+compare(
+    "adamw_step_amsgrad",
+    "resnet50",
+    bytes_moved=36 * sum(sizes),
+    device=DEVICE,
+    apex=stepper(FusedAdam, sizes, amsgrad=True),
+    apex_without=stepper(FusedAdam, sizes),
+    torch_fused=stepper(torch.optim.AdamW, sizes, fused=True, amsgrad=True),
+    torch_foreach=stepper(torch.optim.AdamW, sizes, foreach=True, amsgrad=True),
+)
+
+halves = [n // 2 for n in sizes]
+compare(
+    "adamw_step_complex",
+    "resnet50, half as many complex numbers",
+    bytes_moved=56 * sum(halves),
+    device=DEVICE,
+    apex=stepper(FusedAdam, halves, torch.complex64),
+    torch_foreach=stepper(torch.optim.AdamW, halves, torch.complex64, foreach=True),
+    torch_default=stepper(torch.optim.AdamW, halves, torch.complex64),
 )
 
 

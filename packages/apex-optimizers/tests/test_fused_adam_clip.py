@@ -17,6 +17,9 @@ OPTIONS = {
     "masters": {"master_weights": True},
     "capturable": {"capturable": True},
     "capturable masters": {"capturable": True, "master_weights": True, "adam_w_mode": False},
+    "amsgrad": {"amsgrad": True, "betas": (0.9, 0.6)},
+    "capturable amsgrad masters": {"capturable": True, "amsgrad": True, "master_weights": True},
+    "half masters": {"master_weights": True, "master_weight_dtype": torch.float16},
     "small moments": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": BF16},
     "remainders": {"master_weights": True, "store_param_remainders": True},
 }

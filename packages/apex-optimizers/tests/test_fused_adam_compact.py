@@ -132,7 +132,8 @@ def test_remainders_are_masters_bit_for_bit(moments, device):
         # Rounded with ties away from zero; elsewhere the nearest, as the plain parameter is.
         assert (q.float() - master).abs().le((p.float() - master).abs()).all()
         assert torch.equal(remainder_of(q, master), remainders.state[q]["master_param"])
-        assert torch.equal(whole_master(q, remainder_of(q, master)), master)
+        state = {"master_param": remainder_of(q, master)}
+        assert torch.equal(whole_master(q, state), master)
 
 
 def test_remainders_at_the_ends_of_the_range(device):
@@ -141,7 +142,8 @@ def test_remainders_at_the_ends_of_the_range(device):
     master = torch.tensor([b - (b >> 31 << 32) for b in bits], dtype=torch.int32, device=device)
     master = master.view(torch.float32)
     rounded = ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-    assert torch.equal(whole_master(rounded, remainder_of(rounded, master)), master)
+    state = {"master_param": remainder_of(rounded, master)}
+    assert torch.equal(whole_master(rounded, state), master)
     param = torch.nn.Parameter(torch.ones(2, device=device, dtype=torch.bfloat16))
     grad = torch.tensor([float("nan"), 1.0], device=device, dtype=torch.bfloat16)
     take_steps([param], [[grad]] * 2, master_weights=True, store_param_remainders=True)
@@ -212,14 +214,16 @@ def test_ops_pass_opcheck(device):
     values, (grads, firsts, seconds, *_) = make([5, 130], device, torch.bfloat16)
     # Not float8_e4m3fn, which the tools of opcheck cannot multiply.
     moments = [[t.half() for t in firsts], [t.abs() for t in seconds]]
-    scales = torch.ones(2, 2, device=device)
+    scales = torch.ones(2, 3, device=device)
     masters = [v.float() for v in values]
     rests = [torch.zeros_like(v, dtype=torch.int16) for v in values]
     wide = [g.float() for g in grads]
-    hyper = (0.1, 0.9, 0.999, 1e-8, 0.1, 1, True, True, -1.0)
+    hyper = (0.1, 0.9, 0.999, 1e-8, 0.1, 1, True, False, -1.0)
     for lists in ([masters, grads], [values, grads], [values, wide]):
-        opcheck_samples(adam_compact_peaks, [(*lists, *moments, scales, 0.9, 0.999, 0.1)])
-    for own, masters_ in ((masters, []), (values, masters), (values, rests)):
+        opcheck_samples(adam_compact_peaks, [(*lists, *moments, [], scales, *hyper)])
+    halves = [v.half() for v in values]
+    opcheck_samples(adam_compact_peaks, [(values, grads, *moments, halves, None, *hyper)])
+    for own, masters_ in ((masters, []), (values, masters), (values, rests), (values, halves)):
         sample = (own, wide, *moments, masters_, scales, scales * 2, *hyper)
         opcheck_samples(adam_step_compact, [sample])
 
@@ -232,11 +236,11 @@ def test_bad_lists(device):
             params, grads, [f.double() for f in firsts], seconds, [], None, None, *hyper
         )
     rests = [torch.zeros(5, dtype=torch.int16, device=device)]
-    with pytest.raises(RuntimeError, match="masters must be float32, or int16 remainders"):
+    with pytest.raises(RuntimeError, match="masters must be float32, or float16 for params"):
         adam_step_compact(params, grads, firsts, seconds, rests, None, None, *hyper)
-    three = torch.ones(3, device=device)
-    with pytest.raises(RuntimeError, match="scales must be contiguous, two numbers per tensor"):
-        adam_step_compact(params, grads, firsts, seconds, [], three, None, *hyper)
+    two = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match="scales must be contiguous, three numbers per tensor"):
+        adam_step_compact(params, grads, firsts, seconds, [], two, None, *hyper)
     wide = [p.double() for p in params]
     with pytest.raises(RuntimeError, match="params must be float32, float16 or bfloat16"):
         adam_step_compact(wide, grads, firsts, seconds, [], None, None, *hyper)

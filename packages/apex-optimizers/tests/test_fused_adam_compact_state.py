@@ -85,9 +85,7 @@ def test_a_peak_that_is_rounded_up_to_the_limit_keeps_its_scale(dtype, peak, tin
         kept = resumed.get_unscaled_state(param, key)
         assert torch.equal(kept, optimizer.get_unscaled_state(param, key))
         assert kept[1].item() == tiny * scale
-    assert torch.equal(
-        resumed.state[param]["moment_scales"], optimizer.state[param]["moment_scales"]
-    )
+    assert torch.equal(resumed.state[param]["state_scales"], optimizer.state[param]["state_scales"])
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
@@ -190,7 +188,8 @@ def test_states_can_be_made_read_and_set(device):
     [
         ({"exp_avg_dtype": torch.float64}, ValueError, "exp_avg_dtype must be"),
         ({"exp_avg_sq_dtype": torch.int8}, ValueError, "exp_avg_sq_dtype must be"),
-        ({"master_weight_dtype": torch.float16}, ValueError, "master_weight_dtype must be"),
+        ({"master_weight_dtype": torch.bfloat16}, ValueError, "master_weight_dtype must be"),
+        ({"master_weight_dtype": torch.float16}, ValueError, "needs master_weights=True"),
         ({"store_param_remainders": True}, ValueError, "needs master_weights=True"),
         ({"capturable": True, "exp_avg_dtype": FP8}, RuntimeError, "capturable=True needs"),
         ({"capturable": True, "use_decoupled_grad": True}, RuntimeError, "capturable=True needs"),

@@ -30,7 +30,7 @@ def test_large_states_die_when_they_are_taken_out(elements):
 
 def test_misused_numbers_and_lists_are_errors(device):
     lists = [[torch.ones(3, device=device) for _ in range(2)] for _ in range(3)]
-    number = ADAM_HELD.hold(lists[0], [], *lists[1:], [])
+    number = ADAM_HELD.hold(lists[0], [], *lists[1:], [], [])
     grads = [torch.ones(3, device=device) for _ in range(2)]
     ADAM_HELD.step(number, 0, grads, *HYPER)
     with pytest.raises(RuntimeError, match="grads has 1 tensors, but params has 2"):
@@ -42,7 +42,7 @@ def test_misused_numbers_and_lists_are_errors(device):
     for wrong in (number, -1, 2**62):
         with pytest.raises(RuntimeError, match=f"no lists are held under the number {wrong};"):
             ADAM_HELD.step(wrong, 0, grads, *HYPER)
-    uneven = ADAM_HELD.hold(lists[0], [], lists[1][:1], lists[2], [])
+    uneven = ADAM_HELD.hold(lists[0], [], lists[1][:1], lists[2], [], [])
     with pytest.raises(RuntimeError, match="exp_avgs has 1 tensors, but params has 2"):
         ADAM_HELD.step(uneven, 0, grads, *HYPER)
     ADAM_HELD.release(grads[0], uneven)
@@ -53,10 +53,10 @@ def test_gradients_held_by_themselves(device):
         return [torch.ones(3, device=device) for _ in range(2)]
 
     params, grads = ones(), ones()
-    number = ADAM_HELD.hold(params, [], ones(), ones(), [])
-    own = ADAM_HELD.hold([], grads, [], [], [])
+    number = ADAM_HELD.hold(params, [], ones(), ones(), [], [])
+    own = ADAM_HELD.hold([], grads, [], [], [], [])
     expected = ones()
-    torch.ops.apex_optimizers.adam_step(expected, ones(), ones(), ones(), [], *HYPER)
+    torch.ops.apex_optimizers.adam_step(expected, ones(), ones(), ones(), [], [], *HYPER)
     ADAM_HELD.step(number, own, grads[:1], *HYPER)
     assert all(map(torch.equal, params, expected))
     before = [p.clone() for p in params]
@@ -73,7 +73,7 @@ def test_gradients_held_by_themselves(device):
 def test_held_ops_refuse_to_be_traced(device):
     meta = [torch.ones(3, device="meta")]
     calls = [
-        (ADAM_HELD.hold, (meta, [], meta, meta, [])),
+        (ADAM_HELD.hold, (meta, [], meta, meta, [], [])),
         (ADAM_HELD.release, (meta[0], 1)),
         (ADAM_HELD.count, (meta[0],)),
         (ADAM_HELD.step, (1, 0, meta, *HYPER)),
@@ -82,7 +82,7 @@ def test_held_ops_refuse_to_be_traced(device):
         with pytest.raises(NotImplementedError, match=r"cannot be traced.*Use adam_step"):
             op(*args)
     tensors = [torch.ones(3, device=device)]
-    number = ADAM_HELD.hold(tensors, [], tensors, tensors, [])
+    number = ADAM_HELD.hold(tensors, [], tensors, tensors, [], [])
     checks = ("test_schema", "test_autograd_registration")
     torch.library.opcheck(ADAM_HELD.release, (tensors[0], -1), test_utils=checks)
     torch.library.opcheck(ADAM_HELD.count, (tensors[0],), test_utils=checks)

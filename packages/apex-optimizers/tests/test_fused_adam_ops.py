@@ -14,14 +14,14 @@ def lists(device, dtype=torch.float32, sizes=(5, 130)):
         return [torch.randn(n, device=device, dtype=dtype) for n in sizes]
 
     states = [[t.float().abs() for t in make()] for _ in range(2)]
-    return [make(), make(), *states, []]
+    return [make(), make(), *states, [], []]
 
 
 def test_ops_pass_opcheck(device):
     hyper = (0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
     samples = [(*lists(device, dtype), *hyper) for dtype in (torch.float32, torch.bfloat16)]
     with_masters = lists(device, torch.bfloat16)
-    with_masters[4] = [p.float() for p in with_masters[0]]
+    with_masters[5] = [p.float() for p in with_masters[0]]
     opcheck_samples(adam_step, [*samples, (*with_masters, *hyper)])
 
     scalars = [torch.ones(1, device=device) for _ in range(3)]
@@ -37,10 +37,10 @@ def test_ops_pass_opcheck(device):
 
 
 def test_step_op_compiles_into_one_graph(device):
+    hyper = (0.1, 0.9, 0.99, 1e-8, 0.0, 1, True, True)
+
     def update(params, grads, exp_avgs, exp_avg_sqs):
-        adam_step(
-            params, grads, exp_avgs, exp_avg_sqs, [], 0.1, 0.9, 0.99, 1e-8, 0.0, 1, True, True
-        )
+        adam_step(params, grads, exp_avgs, exp_avg_sqs, [], [], *hyper)
         return [p * 2 for p in params]
 
     eager = lists(device)[:4]
@@ -52,8 +52,8 @@ def test_step_op_compiles_into_one_graph(device):
 
 
 def test_op_names_the_mismatched_tensor(device):
-    p, g, m, v, _ = lists(device)
-    hyper = ([], 0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
+    p, g, m, v, *_ = lists(device)
+    hyper = ([], [], 0.1, 0.9, 0.99, 1e-8, 0.01, 1, True, True)
     with pytest.raises(RuntimeError, match=r"grads\[1\] is \[4\] float32"):
         adam_step(p, [g[0], g[1][:4]], m, v, *hyper)
     with pytest.raises(RuntimeError, match="params are float32, but grads are float64"):

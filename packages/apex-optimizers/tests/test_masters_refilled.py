@@ -11,6 +11,9 @@ MAKERS = {
     "adam": partial(FusedAdam, lr=0.01, master_weights=True),
     "adam_capturable": partial(FusedAdam, lr=0.01, master_weights=True, capturable=True),
     "adam_float16": partial(FusedAdam, lr=0.01, master_weights=True, exp_avg_dtype=torch.float16),
+    "adam_float16_masters": partial(
+        FusedAdam, lr=0.01, master_weights=True, master_weight_dtype=torch.float16
+    ),
     "remainders": partial(FusedAdam, lr=0.01, master_weights=True, store_param_remainders=True),
     "mp_lamb": partial(
         FusedMixedPrecisionLamb, lr=1e-4, weight_decay=0.0, reduced_precision_dtype=torch.bfloat16

@@ -62,6 +62,7 @@ CASES = {
     "l2norm": l2norm,
     "adagrad": stepper(FusedAdagrad),
     "adam": stepper(FusedAdam),
+    "adam_amsgrad": stepper(FusedAdam, amsgrad=True),
     "adam_capturable": stepper(FusedAdam, capturable=True),
     "lamb": stepper(FusedLAMB),
     "lamb_capturable": stepper(FusedLAMB, capturable=True),

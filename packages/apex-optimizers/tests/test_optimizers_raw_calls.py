@@ -92,21 +92,21 @@ def scale_squares(rng):
     return Call(multi_tensor_scale_squares, args, expected, ("outputs",))
 
 
-def step_of(op, rng, moments, numbers, formula, masters=None):
+def step_of(op, rng, moments, numbers, formula, unused=()):
     """A call of a step operator; ``formula`` steps one tensor, of those of all lists."""
     dtype = rng.choice(FLOATS)
     moment = dtype if dtype == torch.float64 else torch.float32
     params, grads, *states = lists_of(rng, dtype, dtype, *[moment] * len(moments))
     lists = {"params": params, "grads": grads, **dict(zip(moments, squared(states), strict=True))}
-    if masters:
-        lists[masters] = []
+    lists |= {name: [] for name in unused}
 
     def expected(a):
-        if masters and a[masters]:
+        if any(a[name] for name in unused):
             return {}
-        rows = zip(a["params"], a["grads"], *(a[m] for m in moments), strict=True)
+        used = [m for m in moments if a[m] or m != "max_exp_avg_sqs"]  # which may be left out
+        rows = zip(a["params"], a["grads"], *(a[m] for m in used), strict=True)
         new = [formula(a, *row) for row in rows]
-        return {n: [r[i] for r in new] for i, n in enumerate(("params", *moments))}
+        return {n: [r[i] for r in new] for i, n in enumerate(("params", *used))}
 
     return Call(op, {**lists, **numbers}, expected, ("params", *moments), False)
 
@@ -119,8 +119,10 @@ def decay(a, p):
 def adam(rng):
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1, "step": 2}
     numbers |= {"bias_correction": True, "decoupled": rng.random() < 0.5, "maximize": False}
+    moments, unused = ["exp_avgs", "exp_avg_sqs"], ["masters"]
+    rng.choice((moments, unused)).append("max_exp_avg_sqs")
 
-    def formula(a, p, g, m, v):
+    def formula(a, p, g, m, v, *largest):
         if min(a["step"], a["lr"], a["eps"], 1 - a["beta1"], 1 - a["beta2"]) <= 0:
             raise ArithmeticError("outside of what the formula is for")
         g = -g if a["maximize"] else g
@@ -128,11 +130,12 @@ def adam(rng):
         m = a["beta1"] * m + (1 - a["beta1"]) * g
         v = a["beta2"] * v + (1 - a["beta2"]) * g * g
         c1, c2 = (1 - a[b] ** a["step"] if a["bias_correction"] else 1 for b in ("beta1", "beta2"))
-        u = m / c1 / ((v / c2).sqrt() + a["eps"])
+        largest = [torch.maximum(x, v) for x in largest]
+        u = m / c1 / (((largest or [v])[0] / c2).sqrt() + a["eps"])
         u = u + decay(a, p) if a["decoupled"] else u
-        return p - a["lr"] * u, m, v
+        return p - a["lr"] * u, m, v, *largest
 
-    return step_of(adam_step, rng, ("exp_avgs", "exp_avg_sqs"), numbers, formula, "masters")
+    return step_of(adam_step, rng, tuple(moments), numbers, formula, unused)
 
 
 def adagrad(rng):
@@ -211,10 +214,11 @@ def unchecked(rng):
     flags = {"bias_correction": True, "grad_averaging": True}
     return rng.choice([
         Call(adam_step_capturable, {
-            **grads, **moments, "masters": [], "lr": number(0.1), "inv_scale": number(1.0),
+            **grads, **moments, "max_exp_avg_sqs": rng.choice(([], [t.float() for t in u])),
+            "masters": [], "lr": number(0.1), "inv_scale": number(1.0),
             "step": torch.ones(1, dtype=torch.int32), "found_inf": number(0.0), **betas,
             "weight_decay": 0.1, "bias_correction": True, "decoupled": True}, None,
-            ("params", "grads", "exp_avgs", "exp_avg_sqs")),
+            ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
         Call(lamb_step, {
             **grads, **moments, "copies": [], "lr": 0.1, "device_lr": None, **betas,
             "weight_decay": 0.1, "step": 1, "device_step": None, **flags, "decoupled": True,

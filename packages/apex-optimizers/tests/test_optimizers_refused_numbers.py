@@ -28,13 +28,13 @@ ADAM = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
 
 
 def _adam(h, p, g, m, v):
-    adam_step(p, g, m, v, [], *(h[name] for name in ADAM), True, True)
+    adam_step(p, g, m, v, [], [], *(h[name] for name in ADAM), True, True)
 
 
 def _capturable(h, p, g, m, v):
     lr = torch.ones(1, device=p[0].device)
     numbers = (h["beta1"], h["beta2"], h["eps"], h["weight_decay"], True, True)
-    adam_step_capturable(p, g, m, v, [], lr, lr.int(), None, None, *numbers)
+    adam_step_capturable(p, g, m, v, [], [], lr, lr.int(), None, None, *numbers)
 
 
 def _compact(h, p, g, m, v):
@@ -42,7 +42,7 @@ def _compact(h, p, g, m, v):
 
 
 def _peaks(h, p, g, m, v):
-    adam_compact_peaks(p, g, m, v, None, h["beta1"], h["beta2"], 0.0)
+    adam_compact_peaks(p, g, m, v, [], None, *(h[name] for name in ADAM), True, True)
 
 
 def _lamb(h, p, g, m, v, device_step=None):

@@ -140,13 +140,13 @@ def _wide(tensors):
 
 
 def call_adam(h, p, g, m, v):
-    adam_step(p, g, m, v, [], *(h[name] for name in (*ADAM, "maximize")))
+    adam_step(p, g, m, v, [], [], *(h[name] for name in (*ADAM, "maximize")))
 
 
 def call_capturable(h, p, g, m, v):
     numbers = (_number(h["lr"], p), _number(h["step"], p, torch.int32), None, None)
     rest = ("beta1", "beta2", "eps", "weight_decay", "bias_correction", "decoupled", "maximize")
-    adam_step_capturable(p, g, m, v, [], *numbers, *(h[name] for name in rest))
+    adam_step_capturable(p, g, m, v, [], [], *numbers, *(h[name] for name in rest))
 
 
 def call_compact(h, p, g, m, v):

@@ -1,7 +1,8 @@
 // Adam and AdamW, one element at a time; LAMB takes the same update.
 //
 // Kingma & Ba 2015, algorithm 1 (https://arxiv.org/abs/1412.6980); decoupled decay from
-// Loshchilov & Hutter 2019, algorithm 2 (https://arxiv.org/abs/1711.05101).
+// Loshchilov & Hutter 2019, algorithm 2 (https://arxiv.org/abs/1711.05101). A last column makes it
+// AMSGrad: Reddi, Kale & Kumar 2018, algorithm 2 (https://arxiv.org/abs/1904.09237).
 #pragma once
 
 #include <cmath>
@@ -60,6 +61,14 @@ struct AdamUpdate {
     moments.update(add_decay(gradient_factor * g, l2_decay, p), m, v);
     return direction(p, m, v);
   }
+
+  // AMSGrad: the largest second moment so far takes the place of the present one. As in
+  // torch.optim, that is the largest before bias correction.
+  APEX_HD T operator()(T p, T g, T& m, T& v, T& largest) const {
+    moments.update(add_decay(gradient_factor * g, l2_decay, p), m, v);
+    largest = max_propagating_nan(largest, v);
+    return direction(p, m, largest);
+  }
 };
 
 template <class T>
@@ -69,7 +78,11 @@ struct AdamStep {
   AdamUpdate<T> update;
   T lr;
 
-  APEX_HD void operator()(T& p, T& g, T& m, T& v) const { p -= lr * update(p, g, m, v); }
+  // `states` are both moments, and for AMSGrad the largest second one.
+  template <class... States>
+  APEX_HD void operator()(T& p, T& g, States&... states) const {
+    p -= lr * update(p, g, states...);
+  }
 };
 
 // The numbers of a step before they are rounded to the compute type.
@@ -114,9 +127,10 @@ struct Unscaled {
   Step step;
   value_type inverse_scale;
 
-  APEX_HD void operator()(value_type& p, value_type& g, value_type& m, value_type& v) const {
+  template <class... States>
+  APEX_HD void operator()(value_type& p, value_type& g, States&... states) const {
     g *= inverse_scale;
-    step(p, g, m, v);
+    step(p, g, states...);
   }
 };
 
@@ -127,9 +141,10 @@ struct WithMaster {
 
   Step step;
 
+  template <class... Largest>
   APEX_HD void operator()(value_type& p, value_type& g, value_type& m, value_type& v,
-                          value_type& master) const {
-    step(master, g, m, v);
+                          value_type& master, Largest&... largest) const {
+    step(master, g, m, v, largest...);
     p = master;
   }
 };

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import MASTER, Bucket
+from ..stepping.gradients import SMALL_FLOATS
 from ..stepping.held_lists import HeldOps
-from .moments import SCALES, compact_step
+from .moments import SCALED, SCALES, compact_step, store_scaled
 from .ops import adam_step, adam_step_capturable
 
 ADAM_HELD = HeldOps(adam_step, __file__)
+
+_MASTER_SCALE = SCALED.index(MASTER)
 
 _scales_of = operator.methodcaller("get", SCALES)
 
@@ -28,7 +31,7 @@ class AdamBucket(Bucket):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.scales: Tensor | None = None  # [parameters, 2]
+        self.scales: Tensor | None = None  # [parameters, 3]
         self._scales: list[Tensor] = []  # parts of it, one in each state
         if SCALES in self.states[0]:
             device = self.params[0].device
@@ -43,6 +46,17 @@ class AdamBucket(Bucket):
         if self.scales is None:
             return True
         return all(map(operator.is_, map(_scales_of, self.states), self._scales))
+
+    def whole_master(self, index: int, master: Tensor) -> Tensor:
+        if master.dtype == torch.float32:
+            return master
+        return master.float() * self.scales[index, _MASTER_SCALE]
+
+    def set_master(self, index: int, master: Tensor, value: Tensor) -> None:
+        if master.dtype == torch.float32:
+            master.copy_(value)
+        else:
+            store_scaled(master, value, self.scales[index, _MASTER_SCALE])
 
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
         if op is compact_step and not self.layout.any_grad_dtype:
@@ -63,10 +77,10 @@ class AdamBucket(Bucket):
     def is_compact(self) -> bool:
         """Whether states or gradients are of dtypes that the plain step does not know."""
         param, state = self.params[0], self.states[0]
-        if param.dtype == torch.float64:
+        if param.dtype not in SMALL_FLOATS:
             return False
         return (
-            any(state[key].dtype != torch.float32 for key in self.layout.moments)
+            any(state[key].dtype != torch.float32 for key in self.keys)
             or (self.has_masters and state[MASTER].dtype != torch.float32)
             or (self.layout.any_grad_dtype and self.grads[0].dtype != param.dtype)
         )

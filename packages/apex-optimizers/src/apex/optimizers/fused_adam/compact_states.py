@@ -11,20 +11,22 @@ from torch import Tensor
 from ..stepping.buckets import MASTER
 from ..stepping.optimizer import FusedOptimizer
 from .moments import (
+    LARGEST,
     MOMENTS,
+    SCALED,
     SCALES,
     chosen_dtype,
     exported,
     is_scaled,
     remainder_of,
-    store_moment,
-    unscaled_moment,
+    store_state,
+    unscaled,
     whole_master,
 )
 
 
 class CompactStates(FusedOptimizer):
-    """Moments of chosen dtypes, masters as remainders, and gradients in another attribute."""
+    """Moments of chosen dtypes, masters of 16 bits, and gradients in another attribute."""
 
     def set_storage(
         self,
@@ -39,34 +41,63 @@ class CompactStates(FusedOptimizer):
         self.exp_avg_sq_dtype = chosen_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype)
         self.store_param_remainders = store_param_remainders
         self.use_decoupled_grad = use_decoupled_grad
-        if master_weight_dtype != torch.float32:
-            raise ValueError(
-                f"FusedAdam: master_weight_dtype must be torch.float32, got {master_weight_dtype}."
-            )
-        if self.store_param_remainders and not self.master_weights:
-            raise ValueError(
-                "FusedAdam: store_param_remainders=True stores masters in 16 bits, so it needs "
-                "master_weights=True."
-            )
-        is_plain = (self.exp_avg_dtype, self.exp_avg_sq_dtype) == (torch.float32, torch.float32)
-        if self.capturable and not (
-            is_plain and not self.store_param_remainders and not self.use_decoupled_grad
-        ):
+        self.master_weight_dtype = master_weight_dtype
+        self._check_masters()
+        if self.capturable and not self._is_plain:
             raise RuntimeError(
                 "FusedAdam: capturable=True needs float32 moments and masters, and gradients in "
-                ".grad: leave exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders and "
-                "use_decoupled_grad at their defaults."
+                ".grad: leave exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, "
+                "store_param_remainders and use_decoupled_grad at their defaults."
             )
         if use_decoupled_grad:
             self.layout = dataclasses.replace(
                 self.layout, grad_name="decoupled_grad", any_grad_dtype=True
             )
 
+    def _check_masters(self) -> None:
+        dtype = self.master_weight_dtype
+        if dtype not in (torch.float32, torch.float16):
+            raise ValueError(
+                f"FusedAdam: master_weight_dtype must be torch.float32 or float16, got {dtype}."
+            )
+        if dtype == torch.float16 and self.store_param_remainders:
+            raise ValueError(
+                "FusedAdam: store_param_remainders=True stores float32 masters, so it cannot be "
+                "combined with master_weight_dtype=torch.float16. Choose one of both."
+            )
+        if self.master_weights:
+            return
+        if self.store_param_remainders:
+            raise ValueError(
+                "FusedAdam: store_param_remainders=True stores masters in 16 bits, so it needs "
+                "master_weights=True."
+            )
+        if dtype != torch.float32:
+            raise ValueError(
+                f"FusedAdam: master_weight_dtype is {dtype}, but there are no masters: it needs "
+                "master_weights=True."
+            )
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all states are float32, and gradients are where torch puts them."""
+        dtypes = {self.exp_avg_dtype, self.exp_avg_sq_dtype, self.master_weight_dtype}
+        is_wide = dtypes == {torch.float32} and not self.store_param_remainders
+        return is_wide and not self.use_decoupled_grad
+
+    def check_amsgrad(self, where: str, group: dict[str, Any]) -> None:
+        """Raise ValueError where a group's ``amsgrad`` cannot be had with the states kept here."""
+        if group.get("amsgrad") and not self._is_plain:
+            raise ValueError(
+                f"{where}: amsgrad=True needs float32 moments and masters, and gradients in .grad: "
+                "leave exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, "
+                "store_param_remainders and use_decoupled_grad at their defaults."
+            )
+
     def set_rounding(self, stochastic_rounding: bool) -> None:
         """Keep the constructor's argument; called after :meth:`set_storage`."""
         self.stochastic_rounding = stochastic_rounding
-        is_plain = (self.exp_avg_dtype, self.exp_avg_sq_dtype) == (torch.float32, torch.float32)
-        if stochastic_rounding and (self.master_weights or self.use_decoupled_grad or not is_plain):
+        if stochastic_rounding and (self.master_weights or not self._is_plain):
             raise ValueError(
                 "FusedAdam: stochastic_rounding=True keeps no masters, and needs float32 moments "
                 "and gradients in .grad: leave master_weights, exp_avg_dtype, exp_avg_sq_dtype and "
@@ -75,14 +106,25 @@ class CompactStates(FusedOptimizer):
 
     def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
         wide = super().moment_dtype(key, param)
-        return wide if wide == torch.float64 else getattr(self, f"{key}_dtype")
+        may_be_small = wide == torch.float32 and key != LARGEST
+        return getattr(self, f"{key}_dtype") if may_be_small else wide
+
+    def master_dtype(self, param: Tensor) -> torch.dtype:
+        return torch.int16 if self._keeps_remainder(param) else self.master_weight_dtype
 
     def init_state(self, group: dict[str, Any], param: Tensor) -> int:
         state = self.state[param]
-        if is_scaled(tuple(self.moment_dtype(key, param) for key in MOMENTS)):
+        dtypes = [self.moment_dtype(key, param) for key in MOMENTS]
+        if self.needs_master(param):
+            dtypes.append(self.master_dtype(param))
+        if is_scaled(tuple(dtypes)):
             state.setdefault(SCALES, _no_scales(param))
-        if self._keeps_remainder(param) and MASTER not in state:
-            state[MASTER] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+        if self.needs_master(param) and MASTER not in state:
+            like = torch.zeros_like(param, dtype=self.master_dtype(param), requires_grad=False)
+            if like.dtype == torch.int16:  # nothing remains
+                state[MASTER] = like
+            else:
+                store_state(state, MASTER, param.detach(), like)
         return super().init_state(group, param)
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
@@ -110,10 +152,7 @@ class CompactStates(FusedOptimizer):
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """``exp_avg``, ``exp_avg_sq`` or ``master_param`` in float32, whatever it is kept in."""
-        state = self.state[param]
-        if state_name == MASTER:
-            return whole_master(param, state[MASTER])
-        return unscaled_moment(state, state_name)
+        return self.stored_value(param, state_name)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Keep ``unscaled_state`` as ``exp_avg``, ``exp_avg_sq`` or ``master_param``, rounded."""
@@ -121,7 +160,7 @@ class CompactStates(FusedOptimizer):
 
     def stored_value(self, param: Tensor, key: str) -> Tensor:
         state = self.state[param]
-        return state[key] if key == MASTER else unscaled_moment(state, key)
+        return whole_master(param, state) if key == MASTER else unscaled(state, key)
 
     def restore_moment(self, param: Tensor, key: str, value: Tensor) -> None:
         if key == MASTER and value.dtype == torch.int16:
@@ -129,17 +168,21 @@ class CompactStates(FusedOptimizer):
                 "FusedAdam: a master must be given in full, as float32, not as int16 remainders. "
                 "get_unscaled_state() returns it in full."
             )
-        if key == MASTER and self._keeps_remainder(param):
-            rest = remainder_of(param, value.to(param.device))
-            self.state[param][MASTER] = torch.empty_like(rest).copy_(rest)
-        elif key == MASTER:
-            super().restore_moment(param, key, value)
-        else:
-            state, dtype = self.state[param], self.moment_dtype(key, param)
-            if is_scaled((dtype,)):
-                state.setdefault(SCALES, _no_scales(param))
-            like = torch.empty_like(param, dtype=dtype, requires_grad=False)
-            store_moment(state, key, value.to(param.device), like)
+        state, dtype, value = self.state[param], self.kept_dtype(key, param), value.to(param.device)
+        if dtype == torch.int16:
+            rest = remainder_of(param, value)
+            state[MASTER] = torch.empty_like(rest).copy_(rest)
+            return
+        if is_scaled((dtype,)):
+            state.setdefault(SCALES, _no_scales(param))
+        like = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        store_state(state, key, value, like)
+
+    def conform_state(self, group: dict[str, Any], param: Tensor) -> None:
+        super().conform_state(group, param)
+        state = self.state.get(param, {})
+        if SCALES in state and not is_scaled(tuple(state[k].dtype for k in SCALED if k in state)):
+            del state[SCALES]  # the parameter had another dtype before
 
     def _keeps_remainder(self, param: Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
@@ -169,4 +212,4 @@ class CompactStates(FusedOptimizer):
 
 
 def _no_scales(param: Tensor) -> Tensor:
-    return torch.ones(2, dtype=torch.float32, device=param.device)
+    return torch.ones(len(SCALED), dtype=torch.float32, device=param.device)

@@ -1,4 +1,4 @@
-"""States of FusedAdam that take less memory: dtypes of moments, their scales, and remainders."""
+"""States of FusedAdam that take less memory: their dtypes, their scales, and remainders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ..stepping.buckets import MASTER
 from ..stepping.sharding import on_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SCALES = "moment_scales"  # float32 [2]: what stored exp_avg and exp_avg_sq are multiplied by
+LARGEST = "max_exp_avg_sq"  # of AMSGrad, never in fewer bits
+SCALED = (*MOMENTS, MASTER)  # what may have scales, in the order of these
+SCALES = "state_scales"  # float32 [3]: what is stored of SCALED is multiplied by
 
 # Largest stored magnitude, far enough from overflow that rounding up cannot reach it. Moments of
 # bfloat16 have the range of float32 and no scale.
@@ -33,16 +35,16 @@ def chosen_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def is_scaled(dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether moments of any of these dtypes have scales."""
+    """Whether states of any of these dtypes have scales."""
     return any(dtype in _LIMITS for dtype in dtypes)
 
 
 def scales_for(peaks: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """Powers of two by which moments must be divided to fit their dtypes.
+    """Powers of two by which states must be divided to fit their dtypes.
 
     Args:
-        peaks: float64 [..., 2], magnitudes of ``exp_avg`` and ``exp_avg_sq``.
-        dtypes: of the two.
+        peaks: float64 [..., n], largest magnitudes of some states.
+        dtypes: of these n.
 
     Returns:
         float32, shaped as ``peaks``; 1 where there is nothing, or nothing to scale.
@@ -62,55 +64,71 @@ def compact_step(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    _: list[Tensor],
     masters: list[Tensor],
     scales: Tensor | None,
     *hyper: Any,
 ) -> None:
-    """adam_step_compact with new scales from the moments that this step will give.
+    """adam_step_compact with new scales from the states that this step will give.
 
-    ``scales`` [len(params), 2] is updated in place; ``hyper`` are the numbers of the operator.
+    ``scales`` [len(params), 3] is updated in place; ``hyper`` are the numbers of the operator.
     """
+    states = (exp_avgs, exp_avg_sqs, masters)
     if scales is None:
-        adam_step_compact(params, grads, exp_avgs, exp_avg_sqs, masters, None, None, *hyper)
+        adam_step_compact(params, grads, *states, None, None, *hyper)
         return
-    _, beta1, beta2, _, weight_decay, _, _, decoupled, gradient_scale = hyper
-    l2_decay = 0.0 if decoupled else weight_decay
-    peaks = adam_compact_peaks(
-        params, grads, exp_avgs, exp_avg_sqs, scales, beta1, beta2, l2_decay, gradient_scale
-    )
-    new_scales = scales_for(peaks, (exp_avgs[0].dtype, exp_avg_sqs[0].dtype))
-    adam_step_compact(params, grads, exp_avgs, exp_avg_sqs, masters, scales, new_scales, *hyper)
+    peaks = adam_compact_peaks(params, grads, *states, scales, *hyper)
+    dtypes = tuple(own[0].dtype for own in states if own)[: peaks.shape[1]]
+    new_scales = torch.ones_like(scales)
+    new_scales[:, : peaks.shape[1]] = scales_for(peaks, dtypes)
+    adam_step_compact(params, grads, *states, scales, new_scales, *hyper)
     scales.copy_(new_scales)
 
 
-def unscaled_moment(state: dict[str, Any], key: str) -> Tensor:
-    """A moment in float32 (float64 for float64 parameters), whatever it is stored in; exact."""
+def unscaled(state: dict[str, Any], key: str) -> Tensor:
+    """A state of 16 or 8 bits in float32, exactly; wider ones as they are."""
     stored = state[key]
-    if stored.dtype in (torch.float32, torch.float64):
+    if stored.dtype.itemsize > 2:
         return stored
-    scale = state[SCALES][MOMENTS.index(key)] if stored.dtype in _LIMITS else 1.0
+    if stored.dtype not in _LIMITS or SCALES not in state:
+        return on_shards(Tensor.float, stored)
+    scale = state[SCALES][SCALED.index(key)]
     return on_shards(lambda own: own.float() * scale, stored)
 
 
-def store_moment(state: dict[str, Any], key: str, value: Tensor, like: Tensor) -> None:
-    """Store a moment in the dtype and layout of ``like``; its scale goes to the state, too."""
+def store_scaled(target: Tensor, source: Tensor, scale: Tensor) -> None:
+    """Store finite numbers in a dtype that needs a scale, which is written to ``scale`` []. inf and
+    NaN are stored as such.
+    """
+    finite = torch.where(source.isfinite(), source.double().abs(), 0.0)
+    peak = finite.amax() if source.numel() else finite.new_zeros(())
+    scale.copy_(scales_for(peak.reshape(1), (target.dtype,))[0])
+    target.copy_(source.float() / scale)
+
+
+def store_state(state: dict[str, Any], key: str, value: Tensor, like: Tensor) -> None:
+    """Keep a state in the dtype and layout of ``like``; its scale goes to the state, too."""
 
     def store(target: Tensor, source: Tensor) -> Tensor:
         if target.dtype in _LIMITS:
-            finite = torch.where(source.isfinite(), source.double().abs(), 0.0)
-            peak = finite.amax() if source.numel() else finite.new_zeros(())
-            scale = scales_for(torch.stack([peak, peak]), (target.dtype, target.dtype))[0]
-            state[SCALES][MOMENTS.index(key)] = scale
-            source = source.float() / scale
+            store_scaled(target, source, state[SCALES][SCALED.index(key)])
+            return target
         return target.copy_(source)
 
     state[key] = on_shards(store, torch.empty_like(like), value)
 
 
-def whole_master(param: Tensor, master: Tensor) -> Tensor:
-    """The float32 master, also where only the remainder of a bfloat16 parameter is kept."""
+def whole_master(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """The float32 master, also where it has a scale, or is the remainder of its parameter.
+
+    A remainder without its bfloat16 parameter, which has got other memory, is of no use: then the
+    master is the parameter's value.
+    """
+    master = state[MASTER]
     if master.dtype != torch.int16:
-        return master
+        return unscaled(state, MASTER)
+    if param.dtype != torch.bfloat16:
+        return param.detach().float()
 
     def join(rounded: Tensor, remainder: Tensor) -> Tensor:
         rest = remainder.int()
@@ -138,7 +156,7 @@ def exported(param: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
     result = {key: value for key, value in entry.items() if key != SCALES}
     for key in MOMENTS:
         if key in entry:
-            result[key] = unscaled_moment(entry, key)
+            result[key] = unscaled(entry, key)
     if MASTER in entry:
-        result[MASTER] = whole_master(param, entry[MASTER])
+        result[MASTER] = whole_master(param, entry)
     return result

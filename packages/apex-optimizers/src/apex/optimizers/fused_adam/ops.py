@@ -8,7 +8,7 @@ from .._ops import library
 
 _LISTS = (
     "Tensor(a!)[] params, Tensor{grads}[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-    "Tensor(e!)[] masters, "
+    "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, "
 )
 
 
@@ -22,6 +22,7 @@ def adam_step(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
     masters: list[Tensor],
     lr: float,
     beta1: float,
@@ -43,8 +44,10 @@ def adam_step(
         params: float64, float32, float16 or bfloat16, all of one dtype and device.
         grads: of the parameters' dtype; read only.
         exp_avgs, exp_avg_sqs: float32 (for float64 parameters also float64).
+        max_exp_avg_sqs: empty; or for AMSGrad the largest ``exp_avg_sqs`` so far, of their dtype
+            (float64 for float64 parameters), which are used in their place.
         masters: empty, or float32 values that are updated instead of ``params``, which then receive
-            them rounded.
+            them rounded. With ``max_exp_avg_sqs`` only for ``params`` of 16 bits.
         step: 1 for the first step.
         bias_correction: divide the moments by ``1 - beta**step``.
         decoupled: AdamW; else the decay is added to the gradient.
@@ -61,7 +64,8 @@ def adam_step(
             other dtypes; nothing is changed then.
 
     Source:
-        Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2.
+        Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2; Reddi, Kale & Kumar
+        2018, algorithm 2 (AMSGrad).
     """
 
 
@@ -76,6 +80,7 @@ def adam_step_capturable(
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
     masters: list[Tensor],
     lr: Tensor,
     step: Tensor,

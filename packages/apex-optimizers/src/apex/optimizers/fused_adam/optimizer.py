@@ -16,7 +16,7 @@ from ..stepping.rounding import SEED, rounding_key
 from .buckets import AdamBucket
 from .checks import check_legacy
 from .compact_states import CompactStates
-from .moments import compact_step
+from .moments import LARGEST, MOMENTS, compact_step
 from .ops import adam_step, adam_step_capturable
 
 
@@ -30,12 +30,15 @@ class FusedAdam(CompactStates):
               \frac{m_t / (1-\beta_1^t)}{\sqrt{v_t / (1-\beta_2^t)} + \epsilon}
               + \lambda p_{t-1} \right)
 
-    With ``adam_w_mode=False`` the decay goes into the gradient: ``g += weight_decay * p``.
+    With ``adam_w_mode=False`` the decay goes into the gradient: ``g += weight_decay * p``. With
+    ``amsgrad`` the largest of :math:`v_1, \ldots, v_t` takes the place of :math:`v_t` in the second
+    line.
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
-            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format (contiguous, channels_last, transposed). Of DTensors, such as FSDP2's, every
+            float64, float32, float16, bfloat16, complex64 or complex128, also mixed in a group; any
+            shape; dense memory in any format (contiguous, channels_last, transposed). Real and
+            imaginary parts are updated as numbers of their own. Of DTensors, such as FSDP2's, every
             process updates its shard.
         lr: learning rate :math:`\eta`, parameter units per step; ``>= 0``. A number, or a tensor of
             one element.
@@ -44,7 +47,8 @@ class FusedAdam(CompactStates):
         eps: added to the root, in gradient units; ``>= 0``.
         adam_w_mode: decoupled decay (AdamW), or L2 regularisation (``False``, Adam).
         weight_decay: :math:`\lambda`, per step; ``>= 0``.
-        amsgrad: not supported; ``True`` raises.
+        amsgrad: use the largest second moment so far, see above. Needs float32 states (float64 for
+            float64 parameters) and gradients in ``grad``. May differ between groups.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.
         capturable: keep ``lr`` and ``step`` on the device, so that :meth:`step` can be captured in
             a CUDA graph, and let ``torch.amp.GradScaler.step`` hand over scaled gradients, which
@@ -53,9 +57,11 @@ class FusedAdam(CompactStates):
             parameter. The copy is made at the first step and is part of the state.
         maximize: use the negative gradient.
         exp_avg_dtype, exp_avg_sq_dtype: dtypes in which the moments are stored, except those of
-            float64 parameters: float32, bfloat16, float16, or float8_e4m3fn (or uint8). The last
-            two have a scale per tensor that follows the largest value. Arithmetic is float32.
-        master_weight_dtype: float32; no other dtype is supported.
+            float64 and complex parameters: float32, bfloat16, float16, or float8_e4m3fn (or uint8).
+            The last two have a scale per tensor that follows the largest value. Arithmetic is
+            float32.
+        master_weight_dtype: float32, or float16 with a scale per tensor; the parameter is then the
+            master, as it is stored, rounded.
         store_param_remainders: with ``master_weights``: keep only those 16 bits of a bfloat16
             parameter's master that the parameter lacks. The parameter is then the master rounded
             with ties away from zero, instead of to even.
@@ -68,33 +74,38 @@ class FusedAdam(CompactStates):
             16- or 32-bit dtype, instead of ``grad``; ``zero_grad`` then sets that to None.
 
     State, per parameter, same shape and memory format as the parameter:
-        ``exp_avg``, ``exp_avg_sq``: float32, or as chosen, or float64 for float64 parameters;
-        ``step``: the count of steps that the parameter took; ``master_param``: with
-        ``master_weights``, float32, or int16 remainders; ``moment_scales``: float32 [2], with
-        scaled moments. In :meth:`state_dict` all are float32 without scales. Names and meaning are
-        those of :class:`torch.optim.AdamW`. ``group["step"]`` counts the group's steps: an int, or
-        an int32 tensor ``[1]`` when capturable. Bytes per parameter: 8; with bfloat16 or float16
-        moments 4, with float8 2; masters 4 more, remainders 2 more.
+        ``exp_avg``, ``exp_avg_sq``: float32, or as chosen, or of the parameter's dtype if that is
+        float64 or complex; ``max_exp_avg_sq``: with ``amsgrad``, float32 or that dtype; ``step``:
+        the count of steps that the parameter took; ``master_param``: with ``master_weights``,
+        float32, float16, or int16 remainders; ``state_scales``: float32 [3], with scaled moments or
+        masters. In :meth:`state_dict` all are float32 without scales. Names and meaning are those
+        of :class:`torch.optim.AdamW`, so checkpoints load in both directions. ``group["step"]``
+        counts the group's steps: an int, or an int32 tensor ``[1]`` when capturable. Bytes per
+        parameter: 8; with bfloat16 or float16 moments 4, with float8 2; maxima 4 more, masters 4
+        more, those of float16 and remainders 2 more.
 
     Raises:
         ValueError: a hyper-parameter is out of range, a dtype is not one of those above, or
-            ``stochastic_rounding`` with masters or states of other dtypes than float32.
-        TypeError: a parameter is not real floating point, or is float16 with
-            ``stochastic_rounding``.
-        RuntimeError: ``amsgrad``; ``capturable`` with states of other dtypes than float32; in
-            :meth:`step`: a gradient is sparse or does not match its parameter. No parameter and no
-            state is changed then.
+            ``amsgrad`` with states of other dtypes than float32, or ``stochastic_rounding`` with
+            masters or such states.
+        TypeError: a parameter has another dtype, or is float16 with ``stochastic_rounding``.
+        RuntimeError: ``capturable`` with states of other dtypes than float32; in :meth:`step`: a
+            gradient is sparse or does not match its parameter. No parameter and no state is changed
+            then.
 
     Note:
         Differs from ``torch.optim.AdamW`` in that 16-bit parameters are updated in float32 and
-        rounded once. A step moves 28 bytes per float32 parameter, and 4 more to clip. ``inf`` and
+        rounded once. A step moves 28 bytes per float32 parameter, 4 more to clip, and 8 more with
+        ``amsgrad``. A maximum that is not there yet, because ``amsgrad`` was switched on later,
+        starts with the present second moment. ``inf`` and
         ``nan`` gradients reach the parameter; ``step(skip_nonfinite=True)``, :mod:`apex.amp` or a
         ``GradScaler`` skip such steps.
 
     Source:
         Kingma & Ba, *Adam*, ICLR 2015, algorithm 1; Loshchilov & Hutter, *Decoupled Weight Decay
-        Regularization*, ICLR 2019, algorithm 2; Gupta et al., *Deep Learning with Limited Numerical
-        Precision*, ICML 2015, section 3.1 (stochastic rounding).
+        Regularization*, ICLR 2019, algorithm 2; Reddi, Kale & Kumar, *On the Convergence of Adam
+        and Beyond*, ICLR 2018, algorithm 2 (``amsgrad``); Gupta et al., *Deep Learning with Limited
+        Numerical Precision*, ICML 2015, section 3.1 (stochastic rounding).
 
     Example:
         >>> model = torch.nn.Linear(8, 4)
@@ -103,12 +114,13 @@ class FusedAdam(CompactStates):
         >>> optimizer.step()
     """
 
-    layout = StateLayout("FusedAdam", ("exp_avg", "exp_avg_sq"), has_masters=True)
+    layout = StateLayout("FusedAdam", (*MOMENTS, LARGEST), has_masters=True)
     kept_attributes = (
         "adam_w_mode",
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
         "layout",
+        "master_weight_dtype",
         "master_weights",
         "stochastic_rounding",
         "store_param_remainders",
@@ -143,8 +155,6 @@ class FusedAdam(CompactStates):
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedAdam: amsgrad=True is not supported; use torch.optim.AdamW.")
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
         self.set_capturable(capturable)
@@ -163,6 +173,7 @@ class FusedAdam(CompactStates):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "amsgrad": bool(amsgrad),
             "maximize": maximize,
             **({SEED: rounding_seed} if stochastic_rounding else {}),
         }
@@ -187,13 +198,16 @@ class FusedAdam(CompactStates):
         check_lr("FusedAdam", group["lr"])
         check_betas("FusedAdam", group["betas"])
         check_not_negative("FusedAdam", group, ("eps", "weight_decay"))
+        self.check_amsgrad("FusedAdam", group)
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        if not group.get("amsgrad"):
+            return MOMENTS
+        self.check_amsgrad("FusedAdam.step", group)  # it may have been set since
+        return self.layout.moments
 
     def check_saved_group(self, saved: dict[str, Any]) -> None:
-        if saved.get("amsgrad"):
-            raise ValueError(
-                "FusedAdam.load_state_dict: the state comes from an optimizer with amsgrad=True, "
-                "which FusedAdam does not support."
-            )
+        self.check_amsgrad("FusedAdam.load_state_dict", saved)
         decoupled = saved.get("decoupled_weight_decay", bool(self.adam_w_mode))
         if decoupled != bool(self.adam_w_mode) and saved.get("weight_decay"):
             names = ("Adam with L2 regularisation", "AdamW")

@@ -42,11 +42,12 @@ def adam_step_compact(
         params: float32, float16 or bfloat16, all of one dtype and device.
         grads: float32, float16 or bfloat16, whatever the parameters' dtype; read only.
         exp_avgs, exp_avg_sqs: float32, float16, bfloat16 or float8_e4m3fn, each list of one dtype.
-        masters: empty; or float32 values that are updated instead of ``params``, which then receive
-            them rounded; or int16, with bfloat16 ``params``: the lower half of a float32 master.
-            The parameter is the master's upper half, plus one unit where the remainder is negative.
-        scales: float32 [len(params), 2], or None for 1: the stored ``exp_avg`` and ``exp_avg_sq``
-            are multiplied by it when they are read.
+        masters: empty; or float32 values, or float16 ones of 16-bit ``params``, that are updated
+            instead of ``params``, which then receive what is stored, rounded; or int16, with
+            bfloat16 ``params``: the lower half of a float32 master. The parameter is the master's
+            upper half, plus one unit where the remainder is negative.
+        scales: float32 [len(params), 3], or None for 1: the stored ``exp_avg``, ``exp_avg_sq`` and
+            float16 master are multiplied by it when they are read.
         new_scales: the same for the values that are written. Powers of two cause no rounding.
         step: 1 for the first step.
         bias_correction: divide the moments by ``1 - beta**step``.
@@ -65,26 +66,35 @@ def adam_step_compact(
 
 @library.define(
     "adam_compact_peaks(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
-    "Tensor? scales, float beta1, float beta2, float l2_decay, float gradient_scale=1.0) -> Tensor"
+    "Tensor[] masters, Tensor? scales, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, int step, bool bias_correction, bool decoupled, "
+    "float gradient_scale=1.0) -> Tensor"
 )
 def adam_compact_peaks(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
     scales: Tensor | None,
+    lr: float,
     beta1: float,
     beta2: float,
-    l2_decay: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+    decoupled: bool,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """The largest magnitudes that the moments will have after a step; nothing is changed.
+    """The largest magnitudes that states will have after a step; nothing is changed.
 
-    Args:
-        params: read only where ``l2_decay`` is not 0; the decay that goes into gradients.
+    The arguments are those of :func:`adam_step_compact`; ``masters`` are read only if they are
+    float16, and ``params`` only if they are not, for a decay that goes into gradients.
 
     Returns:
-        float64 [len(grads), 2]: of ``exp_avg`` and ``exp_avg_sq`` of each tensor, inf and NaN left
-        out. The other arguments are those of :func:`adam_step_compact`.
+        float64 [len(grads), 2]: of ``exp_avg`` and ``exp_avg_sq`` of each tensor; with float16
+        masters [len(grads), 3]: of these, too. inf and NaN are left out.
     """
-    return grads[0].new_empty(len(grads), 2, dtype=torch.float64)
+    columns = 3 if masters and masters[0].dtype == torch.float16 else 2
+    return grads[0].new_empty(len(grads), columns, dtype=torch.float64)

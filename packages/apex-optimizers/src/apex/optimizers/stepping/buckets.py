@@ -17,6 +17,7 @@ from .._shared.native.writes import below_autograd
 from .gradients import check_gradients, forms_of, match_layouts, write_back
 from .held_lists import HeldOps, Holder
 from .masters import MasterMarks
+from .real_views import is_lazy, real_gradients, real_views
 from .sharding import is_sharded, local_tensors
 from .state_order import are_same
 
@@ -46,13 +47,15 @@ class StateLayout:
     has_copies: bool = False  # whether 16-bit copies of float32 masters are written, too
 
 
+_STATE_DTYPES = {
+    dtype: torch.float32 if dtype.itemsize == 2 else dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+} | {dtype: dtype for dtype in (torch.complex64, torch.complex128)}
+
+
 def state_dtype(param: Tensor) -> torch.dtype | None:
     """Dtype of the moments of a parameter; None if the parameter's dtype is not supported."""
-    if param.dtype == torch.float64:
-        return torch.float64
-    if param.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return torch.float32
-    return None
+    return _STATE_DTYPES.get(param.dtype)
 
 
 class Outdated(RuntimeError):
@@ -96,7 +99,8 @@ class Bucket:
     ``step`` in the state of all parameters is one shared tensor, so that counting a step is one
     operation, whatever the number of parameters. Gradients and states are those of the step that is
     being taken; between steps the bucket has none, so that they can be freed. But the lists of
-    many small tensors stay in C++, if the operator can hold them.
+    many small tensors stay in C++, if the operator can hold them. Operators are given complex
+    tensors as real ones, which are never held: they are views.
     """
 
     writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
@@ -118,7 +122,8 @@ class Bucket:
         self._written = self.params + self.copies
         self.count = count  # steps that parameters had taken when the bucket was made
         self.grads: list[Tensor] = []
-        self.used: list[Tensor] = []  # the same, or shards, or copies in the parameters' layout
+        # The same, or shards of them, real views, or copies in the parameters' layout.
+        self.used: list[Tensor] = []
         self._given: list[Tensor] | None = None  # what was used before layouts were matched
         self._is_new = True  # whether it was made in this step
         self.lists: _Lists = ()  # one per moment, then that of masters or copies
@@ -126,8 +131,10 @@ class Bucket:
         self.step_tensor: Tensor | None = self.states[0]["step"] if layout.counts_steps else None
         self.dtype = self.params[0].dtype  # of all of them
         self.is_sharded = is_sharded(self.params[0])
+        self.is_complex = self.dtype.is_complex
         self.marks = MasterMarks()
-        self._holder = Holder(self.held_ops, self.params) if self.held_ops else None
+        may_hold = self.held_ops and not self.is_complex
+        self._holder = Holder(self.held_ops, self.params) if may_hold else None
         self._kept: _Lists | None = None  # lists of the last step, if they may be held
         self._memory: list[Any] = []
         self._source_forms: list[Any] = []
@@ -142,7 +149,7 @@ class Bucket:
         They are not where somebody took out moments, or replaced what these states share.
         """
         self.grads, self.states, self.has_run = grads, states, False
-        self.used, self._given, self._is_new = self.local(grads), None, False
+        self.used, self._given, self._is_new = self._usable(grads), None, False
         try:
             self.lists = self.read_lists()
             return self.has_own_states()
@@ -232,19 +239,29 @@ class Bucket:
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
         """Call a step operator on the lists and ``hyper``; see :func:`ask`."""
         ask([self], self._call, op, hyper)
-        if op in self.writing_ops and self._given is not None:
-            for own, copy in zip(self._given, self.used, strict=True):
-                if own is not copy:
-                    write_back(own, copy)
+        if op in self.writing_ops:
+            self._write_back()
         self.has_run = True
         # Autograd then notices a backward pass over values from before the step.
         torch.autograd.graph.increment_version(self._written)
         if self.has_masters:
             self.marks.count()
 
+    def _write_back(self) -> None:
+        """Give gradients, of which copies were used, what was written to these."""
+        if self._given is not None:
+            for own, copy in zip(self._given, self.used, strict=True):
+                if own is not copy:
+                    write_back(own, copy)
+        if self.is_complex:
+            used = self.used if self._given is None else self._given
+            for grad, own in zip(local_tensors(self.grads), used, strict=True):
+                if is_lazy(grad):
+                    write_back(grad, torch.view_as_complex(own))
+
     def _call(self, op: Callable[..., None], hyper: tuple) -> None:
         if self.has_masters:
-            self.marks.refill(self.params, self.local(self.params), self.local(self.lists[-1]))
+            self._refill_masters()
         with below_autograd():
             may_hold = self._holder and op is self.held_ops.plain
             if may_hold and self._holder.lists_of(self.params, self.lists, self.used):
@@ -252,6 +269,25 @@ class Bucket:
             else:
                 params, *lists = map(self.local, (self.params, *self.lists))
                 op(params, self.used, *lists, *hyper)
+
+    def _refill_masters(self) -> None:
+        """Bring masters up to date with parameters that were changed, or were never seen."""
+        params, masters = self.local(self.params), self.local(self.lists[-1])
+        if masters[0].dtype == torch.int16:
+            return  # a remainder is part of the parameter itself
+        for index in self.marks.changed(self.params, params):
+            param, whole = params[index], self.whole_master(index, masters[index])
+            is_rounded = whole.to(param.device, param.dtype) == param
+            value = torch.where(is_rounded, whole.to(param.device), param)
+            self.set_master(index, masters[index], value)
+
+    def whole_master(self, index: int, master: Tensor) -> Tensor:
+        """The float32 master of a parameter, by its number, as it is kept."""
+        return master
+
+    def set_master(self, index: int, master: Tensor, value: Tensor) -> None:
+        """Give a master, as it is kept, another value."""
+        master.copy_(value)
 
     def mend(self) -> bool:
         """After a refusal: :meth:`match`.
@@ -287,8 +323,14 @@ class Bucket:
         return any(map(operator.is_not, self._given, self.used))
 
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors, or of DTensors the shards of this process."""
-        return local_tensors(tensors) if self.is_sharded else tensors
+        """The tensors, or of DTensors the shards of this process; complex ones as real views."""
+        tensors = local_tensors(tensors) if self.is_sharded else tensors
+        return real_views(tensors) if self.is_complex else tensors
+
+    def _usable(self, grads: list[Tensor]) -> list[Tensor]:
+        """:meth:`local` of gradients, some of which the operator may refuse."""
+        grads = local_tensors(grads) if self.is_sharded else grads
+        return real_gradients(grads) if self.is_complex else grads
 
 
 def _are_tensors(values: list[Any]) -> bool:

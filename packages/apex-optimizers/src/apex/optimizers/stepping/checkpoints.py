@@ -111,15 +111,20 @@ def _restore_all(optimizer: Any, pairs: list[tuple[Tensor, dict[str, Any]]]) -> 
 
 
 def _check_saved_tensor(optimizer: str, param: Tensor, key: str, value: Any) -> None:
-    """Raise ValueError unless a saved state is floating point, of its parameter's shape, and
-    sharded if the parameter is.
+    """Raise ValueError unless a saved state is floating point, complex if its parameter is, of the
+    parameter's shape, and sharded if that is.
     """
     where = f"{optimizer}.load_state_dict: state {key!r}"
-    if not (isinstance(value, Tensor) and value.is_floating_point()):
-        got = describe(value) if isinstance(value, Tensor) else repr(value)
+    got = describe(value) if isinstance(value, Tensor) else repr(value)
+    if not (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())):
         raise ValueError(
             f"{where} must be a tensor of floating point, got {got}. Save moments and masters in "
             "full, not as remainders or as the bytes of smaller numbers."
+        )
+    if value.is_complex() != param.is_complex():
+        raise ValueError(
+            f"{where} is {got}, but its parameter is {describe(param)}: states of complex "
+            "parameters are complex, and no others. The checkpoint is of another model."
         )
     if value.shape != param.shape:
         raise ValueError(

@@ -87,8 +87,8 @@ def check_params(optimizer: str, params: list[Tensor]) -> None:
     for index, param in enumerate(params):
         if state_dtype(param) is None:
             raise TypeError(
-                f"{optimizer}: params[{index}] must be float64, float32, float16 or bfloat16, got "
-                f"{describe(param)}."
+                f"{optimizer}: params[{index}] must be float64, float32, float16, bfloat16, "
+                f"complex64 or complex128, got {describe(param)}."
             )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .sharding import differ_in_placement, is_sharded
 
-_SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 _form_of = operator.attrgetter("shape", "dtype", "device", "layout")
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -49,11 +49,12 @@ def check_gradients(
                 f"{op}: parameter {index} and its gradient are not sharded alike: {_placed(param)} "
                 f"and {_placed(grad)}. Redistribute the gradient to the parameter's placements."
             )
-        is_typed = grad.dtype == param.dtype or (any_dtype and grad.dtype in _SMALL_FLOATS)
+        may_differ = any_dtype and not param.is_complex()
+        is_typed = grad.dtype == param.dtype or (may_differ and grad.dtype in SMALL_FLOATS)
         if not is_typed or (grad.shape, grad.device) != (param.shape, param.device):
             expected = (
                 "be float32, float16 or bfloat16 and have shape"
-                if any_dtype
+                if may_differ
                 else "have shape, dtype"
             )
             raise RuntimeError(
@@ -111,9 +112,16 @@ def _has_shape(value: Any, shape: torch.Size) -> bool:
 
 
 def check_dense(op: str, params: Sequence[Tensor]) -> None:
-    """Raise RuntimeError for the first parameter whose elements do not fill its memory."""
+    """Raise RuntimeError for the first parameter whose elements do not fill its memory, or are the
+    conjugates of what is there.
+    """
     check_allocated(op, "parameter", params)
     for index, param in enumerate(params):
+        if param.is_conj():
+            raise RuntimeError(
+                f"{op}: parameter {index}, {describe(param)}, is a conjugated view of other "
+                "memory. Optimize what it is a view of, or its resolve_conj()."
+            )
         if not (param.is_contiguous() or _is_dense(param)):
             raise RuntimeError(
                 f"{op}: parameter {index}, {describe(param)}, was not contiguous in any memory "

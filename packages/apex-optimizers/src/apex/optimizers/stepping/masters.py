@@ -1,11 +1,10 @@
-"""Notices what was written into 16-bit parameters beside their float32 masters."""
+"""Notices what was written into 16-bit parameters beside their masters."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 _version_of = operator.attrgetter("_version")
@@ -50,24 +49,16 @@ class MasterMarks:
         marks = [known.get(id(param), _UNKNOWN) for param in params]
         self._versions, self._addresses = map(list, zip(*marks, strict=True))
 
-    def refill(
-        self, params: Sequence[Tensor], shards: Sequence[Tensor], masters: Sequence[Tensor]
-    ) -> None:
-        """Bring masters up to date with the parameters that were changed, or were never seen.
+    def changed(self, params: Sequence[Tensor], shards: Sequence[Tensor]) -> list[int]:
+        """Numbers of the parameters that were changed, or were never seen; remembers them.
 
         Args:
             params, shards: see :meth:`take`.
-            masters: of the shards.
         """
-        if not masters or masters[0].dtype != torch.float32:
-            return  # a remainder is part of the parameter itself
         versions, addresses = self._versions, self._addresses
         self.take(params, shards)
         if versions == self._versions and addresses == self._addresses:
-            return
+            return []
         before = zip(versions, addresses, strict=True)
         now = zip(self._versions, self._addresses, strict=True)
-        for param, master, old, new in zip(shards, masters, before, now, strict=True):
-            if old != new:
-                is_rounded = master.to(param.device, param.dtype) == param
-                master.copy_(torch.where(is_rounded, master.to(param.device), param))
+        return [i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]

@@ -100,11 +100,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Dtype in which a moment of a parameter is kept."""
         return state_dtype(param)
 
+    def master_dtype(self, param: Tensor) -> torch.dtype:
+        """Dtype in which the master of a parameter is kept, if it has one."""
+        return torch.float32
+
+    def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
+        """:meth:`moment_dtype`, or of ``master_param`` :meth:`master_dtype`."""
+        return self.master_dtype(param) if key == MASTER else self.moment_dtype(key, param)
+
     def init_state(self, group: dict[str, Any], param: Tensor) -> int:
         """Make what is missing of a parameter's state; return the number of steps it has taken."""
         state = self.state[param]
         is_new = not any(key in state for key in self.layout.moments)
-        for key in self.layout.moments:
+        for key in self.state_keys(group):
             if key not in state:
                 dtype = self.moment_dtype(key, param)
                 state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
@@ -115,7 +123,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def restore_moment(self, param: Tensor, key: str, value: Tensor) -> None:
         """Put a saved moment, or master, into the state, in the dtype in which it is kept."""
-        dtype = torch.float32 if key == MASTER else self.moment_dtype(key, param)
+        dtype = self.kept_dtype(key, param)
         stored = torch.empty_like(param, dtype=dtype, requires_grad=False)
         self.state[param][key] = stored.copy_(value)
 
@@ -131,10 +139,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for key in (*self.state_keys(group), MASTER):
             if key not in state:
                 continue
-            kept, wanted = state[key], {torch.float32, torch.int16}  # masters and remainders
-            if key != MASTER:
-                wanted = {self.moment_dtype(key, param)}
-            if kept.dtype not in wanted:
+            kept = state[key]
+            if kept.dtype != self.kept_dtype(key, param):
                 self.restore_moment(param, key, self.stored_value(param, key))
             elif (kept.device, kept.stride()) != (param.device, param.stride()):
                 like = torch.empty_like(param, dtype=kept.dtype, requires_grad=False)
@@ -170,7 +176,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a hyper-parameter of the group is out of range, it has no ``lr``, or a
                 parameter is there twice.
-            TypeError: a parameter is not real floating point.
+            TypeError: a parameter has a dtype that is not supported.
             RuntimeError: there are no kernels for the parameters, and none can be built.
         """
         self.check_group({**self.defaults, **param_group})
