@@ -16,11 +16,12 @@ _SHORT = (torch.float16, torch.bfloat16)
 class ModelParam:
     """A parameter (or its master), its moments by name, and the steps that it has taken."""
 
-    value: Tensor  # float64
+    value: Tensor  # float64; of complex ones with a last dimension of real and imaginary part
     state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     steps: int = 0
     has_master: bool = False
     stale: bool = False  # its value was written to from outside
+    is_complex: bool = False
 
     def moment(self, name: str) -> Tensor:
         """A moment, zero at first."""
@@ -46,6 +47,8 @@ def _adam_update(own: ModelParam, grad: Tensor, hyper: dict[str, Any], weight: f
     first = own.state["exp_avg"] = beta1 * own.moment("exp_avg") + weight * grad
     second = own.moment("exp_avg_sq") * beta2 + (1 - beta2) * grad * grad
     own.state["exp_avg_sq"] = second
+    if hyper.get("amsgrad"):  # Reddi, Kale & Kumar 2018, algorithm 2
+        second = own.state["max_exp_avg_sq"] = own.moment("max_exp_avg_sq").maximum(second)
     correction1, correction2 = _corrections(own, hyper)
     update = first / correction1 / ((second / correction2).sqrt() + hyper["eps"])
     return update + _decay(hyper, own.value) if hyper["adam_w_mode"] else update
@@ -73,7 +76,8 @@ def novograd(own: ModelParam, grad: Tensor, hyper: dict[str, Any], _: float) -> 
     """Ginsburg et al. 2019, algorithm 1, with bias correction."""
     beta1, beta2 = hyper["betas"]
     is_max = hyper["norm_type"] == 0
-    length = grad.abs().max() if is_max and grad.numel() else grad.norm()
+    sizes = grad.norm(dim=-1) if own.is_complex else grad.abs()
+    length = sizes.max() if is_max and grad.numel() else grad.norm()
     if own.steps == 1:
         own.state["norm"] = torch.zeros_like(length) if hyper["init_zero"] else length
     old = own.state["norm"]
@@ -148,14 +152,23 @@ def random_values(shape, seed):
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
+def random_tensor(shape, seed, dtype):
+    if dtype.is_complex:
+        return torch.view_as_complex(random_values((*shape, 2), seed)).to(dtype)
+    return random_values(shape, seed).to(dtype)
+
+
 def exact(tensor):
-    """A copy in float64."""
-    return tensor.detach().to(torch.float64, copy=True)
+    """A copy in float64, of complex numbers with a last dimension of real and imaginary part."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64, copy=True)
 
 
 def assert_near(what, real, model, dtype, loose=0.0):
     """Within the rounding of ``dtype``, or of float32 arithmetic, whichever is coarser."""
-    real = real.detach().double()
+    real = exact(real)
     limit = max(2e-5, torch.finfo(dtype).eps * 1.01)
     unit = model.abs().nan_to_num(0, 0, 0) + (1.0 if dtype not in _SHORT else 1e-3)
     peak = loose * (unit.max() if unit.numel() else 0)

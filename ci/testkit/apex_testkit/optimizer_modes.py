@@ -17,7 +17,8 @@ from apex.optimizers import (
 )
 from apex_testkit import optimizer_models as models
 
-ALL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ALL = (*REAL, torch.complex64, torch.complex128)
 SHORT = (torch.float16, torch.bfloat16)
 
 
@@ -42,6 +43,10 @@ class Mode:
         return self.make.options.get("store_param_remainders", False)
 
     @property
+    def master_dtype(self):
+        return self.make.options.get("master_weight_dtype", torch.float32)
+
+    @property
     def rounds_moments(self):
         return self.make.cls is FusedSGD
 
@@ -59,7 +64,8 @@ class Mode:
             param.grad = grad
 
     def gradient_dtype(self, param, pick):
-        return (torch.float32, *SHORT)[pick % 3] if self.decoupled else param.dtype
+        is_free = self.decoupled and not param.is_complex()
+        return (torch.float32, *SHORT)[pick % 3] if is_free else param.dtype
 
     def moment(self, optimizer, param, name):
         if isinstance(optimizer, FusedAdam):
@@ -127,14 +133,16 @@ def lars(**options):
     return Mode(maker, models.lars, hyper, counts=False, takes_infinity=False)
 
 
-NARROW = ALL[:3]
+NARROW = (*REAL[:3], torch.complex64)
 FLOAT8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float16}
 BFLOAT16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 ON_DEVICE = {"capturable": True}
 WITH_MASTERS = {"master_weights": True}
+HALF_MASTERS = {"master_weights": True, "master_weight_dtype": torch.float16}
+AMSGRAD = {"amsgrad": True, "betas": (0.9, 0.5)}  # so that second moments often fall
 REMAINDERS = {"master_weights": True, "store_param_remainders": True}
 BY_CHANCE = {"stochastic_rounding": True, "rounding_seed": 3}
-ROUNDED = (torch.float32, torch.bfloat16, torch.float64)
+ROUNDED = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
 REDUCED = {"reduced_precision_dtype": torch.bfloat16}
 
 MODES = {
@@ -146,6 +154,21 @@ MODES = {
     "adam_capturable_masters": adam(
         storage={**ON_DEVICE, **WITH_MASTERS}, masters=SHORT, capturable=True
     ),
+    "adam_half_masters": adam(storage=HALF_MASTERS, masters=SHORT),
+    "adam_float8_half_masters": adam(
+        {"adam_w_mode": False},
+        {**FLOAT8, **HALF_MASTERS},
+        dtypes=NARROW,
+        masters=SHORT,
+        resync=True,
+        loose=0.07,
+    ),
+    "amsgrad": adam(AMSGRAD),
+    "amsgrad_l2": adam({**AMSGRAD, "adam_w_mode": False, "bias_correction": False}),
+    "amsgrad_capturable_masters": adam(
+        AMSGRAD, {**ON_DEVICE, **WITH_MASTERS}, masters=SHORT, capturable=True
+    ),
+    "amsgrad_by_chance": adam(AMSGRAD, BY_CHANCE, dtypes=ROUNDED),
     "adam_remainders": adam(
         storage=REMAINDERS, masters=(torch.bfloat16,), dtypes=(torch.bfloat16,)
     ),

@@ -195,9 +195,9 @@ def test_bad_groups_are_not_added(cls):
     param = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="lr must be >= 0, got -1"):
         optimizer.add_param_group({"params": [param], "lr": -1.0})
-    complex_param = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"params\[0\] must be float64.*complex64"):
-        optimizer.add_param_group({"params": [complex_param]})
+    short_param = torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2))
+    with pytest.raises(TypeError, match=r"params\[0\] must be float64.*float8_e5m2"):
+        optimizer.add_param_group({"params": [short_param]})
     assert len(optimizer.param_groups) == 1
 
 

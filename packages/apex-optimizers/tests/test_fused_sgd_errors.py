@@ -90,12 +90,12 @@ def test_bad_hyper_parameters(options, message):
 
 
 def test_bad_parameters():
-    complex_param = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"params\[0\] must be float64.*complex64"):
-        FusedSGD([complex_param], lr=0.1)
+    short_param = torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2))
+    with pytest.raises(TypeError, match=r"params\[0\] must be float64.*float8_e5m2"):
+        FusedSGD([short_param], lr=0.1)
     optimizer = FusedSGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(TypeError, match="params"):
-        optimizer.add_param_group({"params": [complex_param]})
+        optimizer.add_param_group({"params": [short_param]})
     assert len(optimizer.param_groups) == 1
 
 

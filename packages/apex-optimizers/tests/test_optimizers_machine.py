@@ -23,7 +23,7 @@ from apex_testkit.optimizer_models import (
     everything,
     exact,
     global_norm,
-    random_values,
+    random_tensor,
 )
 from apex_testkit.optimizer_modes import MODES, group_options
 
@@ -75,9 +75,9 @@ class OptimizerMachine(RuleBasedStateMachine):
         params, models = [], []
         for index, size in enumerate(sizes):
             dtype = self.mode.dtypes[(pick + index * 7) % len(self.mode.dtypes)]
-            param = torch.nn.Parameter(random_values(size, pick * 31 + index).to(dtype))
+            param = torch.nn.Parameter(random_tensor(size, pick * 31 + index, dtype))
             params.append(param)
-            models.append(ModelParam(exact(param)))
+            models.append(ModelParam(exact(param), is_complex=dtype.is_complex))
         self.params.append(params)
         self.models.append(models)
         decay = (0.0, 0.1)[pick % 2]
@@ -104,13 +104,14 @@ class OptimizerMachine(RuleBasedStateMachine):
             self.mode.set_gradient(param, None)
             if pattern >> (number % 8) & 1 == 0:
                 continue
-            values = random_values(param.shape, seed * 17 + number)
             dtype = self.mode.gradient_dtype(param, seed + number)
-            grad = values.to(dtype)
+            grad = random_tensor(param.shape, seed * 17 + number, dtype)
             if grad.dim() == 2 and (seed + number) % 3 == 0:
                 grad = grad.t().contiguous().t()
             if grad.dim() and grad.numel() and (seed + number) % 5 == 0:
                 grad = grad[:1].expand_as(grad)
+            if grad.is_complex() and (seed + number) % 2 == 0:
+                grad = grad.conj()  # which is a view of its conjugates
             self.mode.set_gradient(param, grad)
             chosen.append((index, param, model, exact(grad)))
         return chosen
@@ -151,7 +152,7 @@ class OptimizerMachine(RuleBasedStateMachine):
         factor = min(1.0, limits["max_norm"] / (norm + 1e-6))
         clipped = []
         for index, param, model, grad in given:
-            dtype = self.mode.gradient(param).dtype
+            dtype = self.mode.gradient(param).dtype.to_real()
             wide = torch.promote_types(dtype, torch.float32)
             own = (grad.to(wide) * torch.tensor(factor, dtype=wide)).to(dtype)
             clipped.append((index, param, model, exact(own)))
@@ -176,7 +177,8 @@ class OptimizerMachine(RuleBasedStateMachine):
         has_had = model.has_master and param.dtype in (torch.float16, torch.bfloat16)
         model.has_master = param.dtype in self.mode.masters or has_had
         if self.mode.rounds_moments:  # to the parameter's dtype, which may have changed
-            model.state = {key: exact(own.to(param.dtype)) for key, own in model.state.items()}
+            dtype = param.dtype.to_real()
+            model.state = {key: exact(own.to(dtype)) for key, own in model.state.items()}
         model.value, model.stale = value, False
 
     def _compare(self, stepped):
@@ -194,7 +196,7 @@ class OptimizerMachine(RuleBasedStateMachine):
                 assert int(state["step"]) == model.steps
             if model.has_master:
                 master = mode.moment(optimizer, param, "master_param")
-                assert_near("master", master, model.value, torch.float32)
+                assert_near("master", master, model.value, mode.master_dtype)
             assert_near("parameter", param, model.value, param.dtype)
             model.value = exact(master) if model.has_master else exact(param)
         for _, param, model in self._pairs():
@@ -247,9 +249,10 @@ class OptimizerMachine(RuleBasedStateMachine):
         if param is None:
             return
         self.mode.set_gradient(param, None)
-        allowed = [d for d in self.mode.dtypes if d.itemsize <= param.dtype.itemsize]
+        alike = [d for d in self.mode.dtypes if d.is_complex == param.is_complex()]
+        allowed = [d for d in alike if d.itemsize <= param.dtype.itemsize]
         if form == "dtype":
-            param.data = param.data.to(self.mode.dtypes[seed % len(self.mode.dtypes)])
+            param.data = param.data.to(alike[seed % len(alike)])
         elif form == "view" and allowed and param.data.is_contiguous():
             memory = param.data.flatten().view(allowed[seed % len(allowed)])
             param.data = memory[: param.numel()].view(param.shape)
@@ -258,7 +261,7 @@ class OptimizerMachine(RuleBasedStateMachine):
         elif form == "same" and param.dim() == 2 and param.shape[0] == param.shape[1]:
             param.data = param.data.t()
         with torch.no_grad():  # written to, so that masters give way
-            param.copy_(random_values(param.shape, seed))
+            param.copy_(random_tensor(param.shape, seed, param.dtype))
         model.stale = True
 
     def _make_infinite(self, data, pick):
@@ -304,7 +307,7 @@ class OptimizerMachine(RuleBasedStateMachine):
             return
         state, _, models, *kept = copy.deepcopy(self.saved)
         if [[m.value.shape for m in own] for own in models] != [
-            [p.shape for p in own] for own in self.params
+            [exact(p).shape for p in own] for own in self.params
         ]:
             return
         self.optimizer.load_state_dict(state)
@@ -330,7 +333,7 @@ class OptimizerMachine(RuleBasedStateMachine):
             wrong = torch.int32 if self.mode.decoupled else wrong
             grad = torch.zeros_like(param.detach())
             self.mode.set_gradient(param, grad)
-            grad.data = grad.data.to(wrong)  # torch itself would refuse to set it
+            grad.data = torch.zeros_like(grad, dtype=wrong)  # torch itself would refuse to set it
         params = [param for _, param, _ in self._pairs()]
         before = everything(self.optimizer, params)
         with pytest.MonkeyPatch.context() as patch:

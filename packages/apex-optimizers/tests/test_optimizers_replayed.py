@@ -18,6 +18,7 @@ from apex_testkit.replay import Recording
 
 CAPTURABLE = {
     "adam": (FusedAdam, {"weight_decay": 0.1}),
+    "amsgrad": (FusedAdam, {"weight_decay": 0.1, "amsgrad": True, "betas": (0.9, 0.5)}),
     "lamb": (FusedLAMB, {}),
     "novograd": (FusedNovoGrad, {"weight_decay": 0.1}),
     "novograd_from_zero": (FusedNovoGrad, {"init_zero": True, "norm_type": 0}),
@@ -49,7 +50,8 @@ def set_grads(params, seed):
     """Gradients of the same memory in every step, as a graph finds them."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
-        grad = torch.randn(param.shape, generator=generator).to(param)
+        dtype = torch.complex64 if param.is_complex() else torch.float32
+        grad = torch.randn(param.shape, generator=generator, dtype=dtype).to(param)
         param.grad = grad if param.grad is None else param.grad.copy_(grad)
 
 
@@ -76,6 +78,18 @@ def replayed(optimizer, params, steps=4):
 @pytest.mark.parametrize("kind", [*CAPTURABLE, *REPLAYABLE])
 def test_replays_are_further_steps(kind, device):
     ours = make_params(device)
+    plain = copy.deepcopy(ours)
+    replayed(make(kind, ours, **({"capturable": True} if kind in CAPTURABLE else {})), ours)
+    expected = make(kind, plain)
+    for step in range(1, 5):
+        set_grads(plain, step)
+        expected.step()
+    assert same_bits(ours, plain)
+
+
+@pytest.mark.parametrize("kind", ["amsgrad", "lamb", "novograd_from_zero", "sgd"])
+def test_replays_of_complex_parameters_are_further_steps(kind, device):
+    ours = [torch.nn.Parameter(torch.randn(9, device=device, dtype=torch.complex64))]
     plain = copy.deepcopy(ours)
     replayed(make(kind, ours, **({"capturable": True} if kind in CAPTURABLE else {})), ours)
     expected = make(kind, plain)

@@ -43,6 +43,11 @@ CASES = {
     "adam": (FusedAdam, {"weight_decay": 0.1}),
     "adam_l2": (FusedAdam, {"weight_decay": 0.1, "adam_w_mode": False}),
     "adam_masters": (FusedAdam, {"master_weights": True}),
+    "adam_amsgrad": (FusedAdam, {"weight_decay": 0.1, "amsgrad": True, "betas": (0.9, 0.5)}),
+    "adam_half_masters": (
+        FusedAdam,
+        {"master_weights": True, "master_weight_dtype": torch.float16},
+    ),
     "adam_bf16": (FusedAdam, {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
     "lamb": (FusedLAMB, {"weight_decay": 0.1}),
     "lamb_l2": (FusedLAMB, {"weight_decay": 0.1, "adam_w_mode": False, "max_grad_norm": 0.0}),
@@ -66,7 +71,8 @@ def set_grads(whole, sharded, step):
     """The same gradients for both, in the placement of each."""
     generator = torch.Generator().manual_seed(step)
     for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        wide = torch.complex64 if p.is_complex() else torch.float32
+        p.grad = torch.randn(p.shape, generator=generator, dtype=wide).to(p.dtype)
         q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements)
 
 
@@ -111,6 +117,11 @@ def check_steps(rank, world_size, case, dtype):
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_updated_as_the_whole_is(two_ranks, case, dtype):
     two_ranks(check_steps, case=case, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", ["adam", "adam_amsgrad", "lamb", "novograd_max", "sgd"])
+def test_complex_shards_are_updated_as_the_whole_is(two_ranks, case):
+    two_ranks(check_steps, case=case, dtype=torch.complex64)
 
 
 def check_mesh_of_two_dimensions(rank, world_size, case):

@@ -35,8 +35,9 @@ class FusedAdagrad(FusedOptimizer):
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
-            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format (contiguous, channels_last, transposed).
+            float64, float32, float16, bfloat16, complex64 or complex128, also mixed in a group; any
+            shape; dense memory in any format (contiguous, channels_last, transposed). Real and
+            imaginary parts are updated as numbers of their own.
         lr: learning rate :math:`\eta`, parameter units per step; ``>= 0``. A number, or a tensor of
             one element.
         eps: added to the root, in gradient units; ``>= 0``.
@@ -46,15 +47,16 @@ class FusedAdagrad(FusedOptimizer):
         maximize: maximize instead of minimizing.
 
     State, per parameter, made at its first gradient:
-        ``sum``: :math:`h_t`, same shape and memory format as the parameter, float32, or float64 for
-        float64 parameters; starts at 0. ``step``: the count of steps that the parameter took. Names
-        and meaning, in state and groups, are those of :class:`torch.optim.Adagrad`, so checkpoints
-        load in both directions. 4 bytes per parameter, 8 for float64.
+        ``sum``: :math:`h_t`, same shape and memory format as the parameter, float32, or of the
+        parameter's dtype if that is float64 or complex; starts at 0. ``step``: the count of steps
+        that the parameter took. Names and meaning, in state and groups, are those of
+        :class:`torch.optim.Adagrad`, so checkpoints load in both directions. 4 bytes per parameter,
+        8 for float64.
 
     Raises:
         ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict` also: the state
             comes from a ``torch.optim.Adagrad`` with ``lr_decay`` or ``differentiable``.
-        TypeError: a parameter is not real floating point.
+        TypeError: a parameter has another dtype.
         RuntimeError: in :meth:`step`: a gradient is sparse or does not match its parameter. No
             parameter and no state is changed then.
 
@@ -126,7 +128,7 @@ class FusedAdagrad(FusedOptimizer):
         is_new = "sum" not in self.state[param]
         steps = super().init_state(group, param)
         if is_new and group["initial_accumulator_value"] != 0:  # a group of torch.optim.Adagrad
-            self.state[param]["sum"].fill_(group["initial_accumulator_value"])
+            self.state[param]["sum"].fill_(_first_value(group, param))
         return steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class FusedAdagrad(FusedOptimizer):
         return saved
 
     def _first_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        value, dtype = group["initial_accumulator_value"], self.moment_dtype("sum", param)
+        value, dtype = _first_value(group, param), self.moment_dtype("sum", param)
         total = torch.full_like(param, value, dtype=dtype, requires_grad=False)
         return {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), "sum": total}
 
@@ -167,6 +169,11 @@ class FusedAdagrad(FusedOptimizer):
             bool(group["maximize"]),
         )
         numbers.count(bucket)
+
+
+def _first_value(group: dict[str, Any], param: Tensor) -> complex | float:
+    value = group["initial_accumulator_value"]
+    return complex(value, value) if param.is_complex() else value
 
 
 def _check_supported(where: str, group: dict[str, Any]) -> None:

@@ -30,8 +30,10 @@ class FusedLAMB(LambOptimizer):
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
-            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format (contiguous, channels_last, transposed).
+            float64, float32, float16, bfloat16, complex64 or complex128, also mixed in a group; any
+            shape; dense memory in any format (contiguous, channels_last, transposed). Real and
+            imaginary parts are updated as numbers of their own; norms are those of the complex
+            numbers.
         lr: learning rate :math:`\eta`, without unit where the ratio of norms applies; ``>= 0``. A
             number, or a tensor of one element.
         bias_correction: divide the moments by :math:`1-\beta^t`.
@@ -52,14 +54,13 @@ class FusedLAMB(LambOptimizer):
         rounding_seed: in [0, 2**32); may differ between groups, whose entry it becomes.
 
     State, per parameter, same shape and memory format as the parameter:
-        ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters (8 bytes per
-        parameter of up to 32 bits); ``step``: the count of steps that the parameter took.
-        ``group["step"]`` counts the group's steps.
+        ``exp_avg``, ``exp_avg_sq``: float32, or of the parameter's dtype if that is float64 or
+        complex (8 bytes per parameter of up to 32 bits); ``step``: the count of steps that the
+        parameter took. ``group["step"]`` counts the group's steps.
 
     Raises:
         ValueError: a hyper-parameter is out of range.
-        TypeError: a parameter is not real floating point, or is float16 with
-            ``stochastic_rounding``.
+        TypeError: a parameter has another dtype, or is float16 with ``stochastic_rounding``.
         RuntimeError: ``amsgrad``; in :meth:`step`: a gradient is sparse or does not match its
             parameter. No parameter and no state is changed then.
 

@@ -30,8 +30,10 @@ class FusedLARS(MomentumOptimizer):
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
-            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format (contiguous, channels_last, transposed).
+            float64, float32, float16, bfloat16, complex64 or complex128, also mixed in a group; any
+            shape; dense memory in any format (contiguous, channels_last, transposed). Real and
+            imaginary parts are updated as numbers of their own; norms are those of the complex
+            numbers.
         lr: learning rate :math:`\eta`, dimensionless where :math:`r` applies; ``>= 0``. A number,
             or a tensor of one element; a float32 tensor on the parameters' GPU is read there. May
             be left out if every group has its own.
@@ -50,14 +52,14 @@ class FusedLARS(MomentumOptimizer):
         maximize: maximize instead of minimizing.
 
     State, per parameter:
-        ``momentum_buffer``: same shape and memory format as the parameter, float32, or float64 for
-        float64 parameters; none if ``momentum`` is 0. It differs from that of
-        :class:`torch.optim.SGD`: it includes the learning rate, and has the sign of the update. 4
-        bytes per parameter, 8 for float64.
+        ``momentum_buffer``: same shape and memory format as the parameter, float32, or of the
+        parameter's dtype if that is float64 or complex; none if ``momentum`` is 0. It differs from
+        that of :class:`torch.optim.SGD`: it includes the learning rate, and has the sign of the
+        update. 4 bytes per parameter, 8 for float64.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or missing.
-        TypeError: a parameter is not real floating point.
+        TypeError: a parameter has another dtype.
         RuntimeError: in :meth:`step`: a gradient is sparse or does not match its parameter. No
             parameter and no state is changed then.
 

@@ -28,8 +28,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
-            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format.
+            float64, float32, float16, bfloat16, complex64 or complex128, also mixed in a group; any
+            shape; dense memory in any format.
         lr: learning rate, a number or a tensor of one element; ``>= 0``. Kept per group as float32
             on the device; numbers that a scheduler assigns are accepted.
         step: number of steps that the parameters have taken before; ``>= 0``.
@@ -44,16 +44,17 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         maximize: maximize instead of minimizing.
 
     State, per parameter, same shape and memory format as the parameter:
-        ``exp_avg``, ``exp_avg_sq``: float32, or float64 for float64 parameters; ``master_param``:
-        float32, with ``reduced_precision_dtype`` (12 bytes per 16-bit parameter then, else 8);
-        ``step``: int32 ``[1]``, steps that the parameter took. ``group["lr"]`` is float32 0-d,
-        ``group["step"]`` int32 ``[1]``; both are on the device, so that a step can be captured in a
-        CUDA graph. ``param_groups_full_precision`` lists the masters.
+        ``exp_avg``, ``exp_avg_sq``: float32, or of the parameter's dtype if that is float64 or
+        complex; ``master_param``: float32, with ``reduced_precision_dtype`` (12 bytes per 16-bit
+        parameter then, else 8); ``step``: int32 ``[1]``, steps that the parameter took.
+        ``group["lr"]`` is float32 0-d, ``group["step"]`` int32 ``[1]``; both are on the device, so
+        that a step can be captured in a CUDA graph. ``param_groups_full_precision`` lists the
+        masters.
 
     Raises:
         ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict`: the groups, or
             shapes of the state, do not fit.
-        TypeError: a parameter is not real floating point.
+        TypeError: a parameter has another dtype.
         RuntimeError: ``amsgrad``; in :meth:`step`: a gradient is sparse or does not match its
             parameter. No parameter and no state is changed then.
 

@@ -2,6 +2,7 @@
 
 There is a vector for each kind of parameter: 16-bit, float32, and, if there are any, float64. Each
 is in the order of the group's parameters. Vectors are float32, and float64 for float64 parameters.
+complex64 and complex128 count as float32 and float64.
 A parameter that has not taken a step has 0.
 """
 
@@ -17,6 +18,7 @@ from ..stepping.buckets import Bucket
 NORMS = "exp_avg_sq"
 
 _KINDS = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
+_KINDS |= {torch.complex64: 1, torch.complex128: 2}
 _NAMES = ("16-bit", "float32", "float64")
 
 _NONE = torch.zeros(0, device="cpu")

@@ -35,8 +35,10 @@ class FusedNovoGrad(FusedOptimizer):
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
-            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format (contiguous, channels_last, transposed).
+            float64, float32, float16, bfloat16, complex64 or complex128, also mixed in a group; any
+            shape; dense memory in any format (contiguous, channels_last, transposed). Real and
+            imaginary parts are updated as numbers of their own; norms are those of the complex
+            numbers.
         lr: learning rate :math:`\eta`, parameter units per step; ``>= 0``. A number, or a tensor of
             one element.
         bias_correction: divide by :math:`1-\beta_1^t` and :math:`\sqrt{1-\beta_2^t}`.
@@ -53,19 +55,20 @@ class FusedNovoGrad(FusedOptimizer):
         capturable: keep ``lr`` and ``step`` on the device; see :class:`FusedAdam`.
 
     State, per parameter:
-        ``exp_avg``: :math:`m`, same shape and memory format as the parameter, float32, or float64
-        for float64 parameters; ``step``: the count of steps that the parameter took. 4 bytes per
-        parameter, 8 for float64.
+        ``exp_avg``: :math:`m`, same shape and memory format as the parameter, float32, or of the
+        parameter's dtype if that is float64 or complex; ``step``: the count of steps that the
+        parameter took. 4 bytes per parameter, 8 for float64.
 
     State, per group:
         ``exp_avg_sq``: :math:`N`, a list of two vectors in the order of the group's parameters, the
         first of 16-bit, the second of float32 parameters, both float32; and a third, float64, where
-        there are float64 parameters. 0 for a parameter that never had a gradient. ``step``: int.
+        there are float64 parameters. complex64 counts as float32, complex128 as float64. 0 for a
+        parameter that never had a gradient. ``step``: int.
 
     Raises:
         ValueError: a hyper-parameter is out of range; in :meth:`load_state_dict`: a state does not
             fit.
-        TypeError: a parameter is not real floating point.
+        TypeError: a parameter has another dtype.
         RuntimeError: ``amsgrad``, or another ``norm_type``; in :meth:`step`: a gradient is sparse
             or does not match its parameter. No parameter and no state is changed then.
 
@@ -222,7 +225,7 @@ class FusedNovoGrad(FusedOptimizer):
             group["norm_type"] == 0,
             is_first and not group["init_zero"],
             bool(group["maximize"]),
-            ask([bucket], _norms_of_shards, bucket) if bucket.is_sharded else None,
+            ask([bucket], _given_norms, bucket) if _has_given_norms(bucket) else None,
             numbers.device_lr,
             numbers.device_step,
             numbers.inv_scale,
@@ -245,10 +248,18 @@ def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> Tensor:
     return torch.zeros_like(norms) if numbers.step == 1 else norms
 
 
-def _norms_of_shards(bucket: NovoGradBucket) -> Tensor:
-    """The norms of the whole gradients, of which this process has shards; float64 [n]."""
+def _has_given_norms(bucket: NovoGradBucket) -> bool:
+    """Whether norms are not those that the operator would take of the gradients it is given."""
+    return bucket.is_sharded or (bucket.is_complex and bucket.group["norm_type"] == 0)
+
+
+def _given_norms(bucket: NovoGradBucket) -> Tensor:
+    """The norms of gradients of which this process has shards, or real views; float64 [n]."""
     grads, whole = bucket.used, bucket.params[0]
     if bucket.group["norm_type"] == 2:
         return norms_of(grads, whole).double()
+    if bucket.is_complex:
+        bucket.check_new_gradients()
+        grads = [torch.hypot(*grad.unbind(-1)) for grad in grads]
     peaks = [grad.abs().amax() if grad.numel() else grad.new_zeros(()) for grad in grads]
     return reduce_over_shards(torch.stack(peaks).double(), whole, maximum=True)

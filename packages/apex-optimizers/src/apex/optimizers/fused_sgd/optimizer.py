@@ -34,8 +34,9 @@ class FusedSGD(MomentumOptimizer):
 
     Args:
         params: parameters, or dicts with parameter groups, as for every ``torch.optim`` optimizer.
-            float64, float32, float16 or bfloat16, also mixed in a group; any shape; dense memory in
-            any format (contiguous, channels_last, transposed).
+            float64, float32, float16, bfloat16, complex64 or complex128, also mixed in a group; any
+            shape; dense memory in any format (contiguous, channels_last, transposed). Real and
+            imaginary parts are updated as numbers of their own.
         lr: learning rate :math:`\eta`, parameter units per gradient unit and step; ``>= 0``. A
             number, or a tensor of one element; a float32 tensor on the parameters' GPU is read
             there. May be left out if every group has its own.
@@ -62,8 +63,7 @@ class FusedSGD(MomentumOptimizer):
 
     Raises:
         ValueError: a hyper-parameter is out of range, or missing.
-        TypeError: a parameter is not real floating point, or is float16 with
-            ``stochastic_rounding``.
+        TypeError: a parameter has another dtype, or is float16 with ``stochastic_rounding``.
         RuntimeError: in :meth:`step`: a gradient is sparse or does not match its parameter. No
             parameter and no state is changed then.
 
