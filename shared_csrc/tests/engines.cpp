@@ -92,7 +92,7 @@ void test_foreach_reduce(const std::vector<int64_t>& sizes) {
   }
 }
 
-// Row: y = (x - max) / sum(x - max); columns: the sum of x and its maximum by merging.
+// Row: y = (x - max) / sum(x - max); columns: the sum of x and the number of rows, and -x.
 template <class S>
 struct Normalize {
   using value_type = float;
@@ -103,6 +103,7 @@ struct Normalize {
   float* largest;
   float* column_sum;
   float* column_count;
+  S* negated;
 
   template <class R>
   void row(R& row) const {
@@ -119,11 +120,12 @@ struct Normalize {
   template <class R>
   void column_sums(R& row) const {
     row.template accumulate<2>(
-        [](Array<float, 2>& sums, float v) {
+        [](Array<float, 2>& sums, float& out, float v) {
+          out = -v;
           sums[0] += v;
           sums[1] += 1;
         },
-        row.in(x));
+        row.out(negated), row.in(x));
   }
 
   void finish(int64_t column, const Array<float, 2>& sums) const {
@@ -135,9 +137,10 @@ struct Normalize {
 template <class S>
 void test_matrix(const Threads& context, int64_t rows, int64_t columns) {
   auto x = random_values<S>(rows * columns);
-  std::vector<S> y(rows * columns);
+  std::vector<S> y(rows * columns), negated(rows * columns);
   std::vector<float> largest(rows), sums(columns, -1), counts(columns, -1);
-  Normalize<S> program{x.data(), y.data(), largest.data(), sums.data(), counts.data()};
+  Normalize<S> program{x.data(),    y.data(),      largest.data(),
+                       sums.data(), counts.data(), negated.data()};
   rowwise_colwise(context, rows, columns, program);
   std::string where = std::to_string(rows) + "x" + std::to_string(columns);
   for (int64_t r = 0; r < rows; ++r) {
@@ -160,6 +163,10 @@ void test_matrix(const Threads& context, int64_t rows, int64_t columns) {
       expect_near(sums[c], expected, 1e-5 * (1 + rows), "colwise sum " + where);
       expect_near(counts[c], rows, 0, "colwise count " + where);
     }
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      expect_near(convert<float>(negated[i]), -convert<float>(x[i]), 0, "colwise each " + where);
+    }
+    std::fill(negated.begin(), negated.end(), S{});
     std::fill(sums.begin(), sums.end(), -1.0f);
     std::fill(counts.begin(), counts.end(), -1.0f);
     colwise(context, rows, columns, program);  // the second round checks it alone

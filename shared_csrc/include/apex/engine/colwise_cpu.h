@@ -109,7 +109,7 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
       add_rows<kRows>(row, rows * part / parts, rows * (part + 1) / parts, program, block.get(),
                       totals_of(part));
     }
-    if constexpr (kRows) finish_streams();
+    finish_streams();
   });
   int64_t grain = std::max<int64_t>(1, kRowwiseGrain / parts);
   context.parallel_for(0, columns, grain, [&](int64_t begin, int64_t end) {

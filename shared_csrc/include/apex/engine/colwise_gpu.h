@@ -39,6 +39,10 @@ class ColumnRow {
   APEX_DEVICE ReadView<S> in(const S* matrix, int64_t stride) const {
     return {matrix + index_ * stride};
   }
+  template <class S>
+  APEX_DEVICE WriteView<S> out(S* matrix) const {
+    return {matrix + index_ * columns_};
+  }
   template <class View>
   APEX_DEVICE View ahead(const View& view) const {
     return view;
@@ -55,12 +59,30 @@ class ColumnRow {
   template <int N, class F, class... Views>
   APEX_DEVICE void accumulate(const F& functor, const Views&... views) {
     static_assert(N == kSums, "accumulate<N> must use the program's kSums");
-    functor(sums, static_cast<T>(convert<T>(views.data[column_]))...);
+    add(std::index_sequence_for<Views...>{}, functor, views...);
   }
 
   Array<T, kSums> sums{};
 
  private:
+  template <size_t... I, class F, class... Views>
+  APEX_DEVICE void add(std::index_sequence<I...>, const F& functor, const Views&... views) {
+    T values[] = {read(views)...};
+    functor(sums, values[I]...);
+    (write(views, values[I]), ...);
+  }
+  template <class View>
+  APEX_DEVICE T read(const View& view) const {
+    if constexpr (!View::kRead) return T(0);
+    return static_cast<T>(convert<T>(view.data[column_]));
+  }
+  template <class View>
+  APEX_DEVICE void write(const View& view, T value) const {
+    if constexpr (View::kWritten) {
+      view.data[column_] = convert<typename View::storage>(value);
+    }
+  }
+
   int64_t index_ = 0, columns_, column_;
 };
 

@@ -80,10 +80,12 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
 
 // Adding one row to N numbers of every column.
 template <class R, class T, int N>
-concept ColumnRowOf = ReadableRow<R> && requires(R& row, const float* matrix, int slot) {
-  row.staged(slot, matrix);  // what row() staged, in rowwise_colwise()
-  row.template accumulate<N>(RowFoldProbe<T, N>{}, row.in(matrix));
-};
+concept ColumnRowOf =
+    ReadableRow<R> && requires(R& row, const float* matrix, float* result, int slot) {
+      row.staged(slot, matrix);  // what row() staged, in rowwise_colwise()
+      row.out(result);           // this row of a result, for the functor to write
+      row.template accumulate<N>(RowFoldProbe<T, N>{}, row.in(matrix));
+    };
 
 // Programs are copied to the GPU by value: members are pointers and numbers.
 template <class P>

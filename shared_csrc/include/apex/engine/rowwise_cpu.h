@@ -212,7 +212,8 @@ class Row {
     f();
   }
 
-  // functor(Array<T, N>& sums, values...) for every column, with that column's running sums.
+  // functor(Array<T, N>& sums, values...) for every column, with that column's running sums. It may
+  // write, as that of `each`.
   template <int N, class F, class... Views>
   void accumulate(const F& functor, const Views&... views) {
     Lanes<T, Views...> pack(views...);
@@ -222,6 +223,7 @@ class Row {
       pack.at(column);
       T* sums = sums_ + column;
       pack.each([&](int slot, auto&... values) { add_to<N>(sums + slot, functor, values...); });
+      pack.done();
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
       accumulate_end<N>(column, count, functor, views...);

@@ -2,6 +2,7 @@
 // mathematics is in group_batch_norm.h and apex/math/batch_norm/.
 #include "group_batch_norm.h"
 
+#include <algorithm>
 #include <tuple>
 
 #include "apex/engine/colwise.h"
@@ -51,6 +52,32 @@ struct Rows {
     return data<T>(tensor, name);
   }
 };
+
+// Runs make(vectors, first element) on all rows. On a CPU several rows side by side are one, with
+// as many copies of the vectors: rows of few channels are short loops, and too short to be written
+// around the cache.
+template <class T, int N, class Make>
+void side_by_side(const Context& context, const Rows& rows, const Array<const T*, N>& vectors,
+                  const Make& make) {
+  int64_t done = 0;
+#if defined(APEX_CPU)
+  constexpr int64_t kColumns = 2048;  // stores around the cache take runs of 4 KiB
+  int64_t most = std::max<int64_t>(1, rows.count / 8);
+  int64_t group = std::clamp<int64_t>(kColumns / rows.channels, 1, most);
+  if (group > 1) {
+    Tensor memory = rows.statistics(N * group * rows.channels);
+    T* to = data<T>(memory, "vectors");
+    Array<const T*, N> copies;
+    for (int n = 0; n < N; ++n) {
+      copies[n] = to;
+      for (int64_t i = 0; i < group; ++i) to = std::copy_n(vectors[n], rows.channels, to);
+    }
+    rowwise(context, rows.count / group, group * rows.channels, make(copies, int64_t{0}));
+    done = rows.count / group * group;
+  }
+#endif
+  rowwise(context, rows.count - done, rows.channels, make(vectors, done * rows.channels));
+}
 
 std::tuple<Tensor, Tensor> batch_norm_moments(const Tensor& x_rows) {
   Rows rows("group_batch_norm_moments", x_rows);
@@ -117,15 +144,15 @@ Tensor batch_norm_forward(const Tensor& x, const OptionalTensor& z, const Tensor
   Context context(x);
   dispatch_floating(rows.op, x.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
-    BatchNormForward<X, true> program{
-        {rows.channels},
-        {{rows.vector<T>("mean", mean), rows.vector<T>("inv_std", inv_std),
-          rows.vector<T>("weight", weight), rows.vector<T>("bias", bias)}},
-        data<X>(x, "x"),
-        z ? rows.like_x<X>("z", *z) : nullptr,
-        data<X>(y, "y"),
-        relu};
-    rowwise(context, rows.count, rows.channels, program);
+    Array<const T*, 4> vectors{{rows.vector<T>("mean", mean), rows.vector<T>("inv_std", inv_std),
+                                rows.vector<T>("weight", weight), rows.vector<T>("bias", bias)}};
+    const X *from = data<X>(x, "x"), *added = z ? rows.like_x<X>("z", *z) : nullptr;
+    X* to = data<X>(y, "y");
+    side_by_side(context, rows, vectors, [&](const Array<const T*, 4>& given, int64_t first) {
+      const X* others = added ? added + first : nullptr;
+      return BatchNormForward<X, true>{{rows.channels}, given,      from + first,
+                                       others,          to + first, relu};
+    });
   });
   return y;
 }
@@ -153,9 +180,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_sums(const Tensor& dy, const Tenso
             BatchNormPivots<T>{{{mu, mu, mu}}, means});  // a copy in each row
     parts.each([&](int64_t count, int64_t columns, int64_t element, int64_t part) {
       if (output) {
-        rowwise_colwise(context, count, columns,
-                        BatchNormMaskedSums<X>{gradient + element, x + element, output + element,
-                                               means, to + element, a + part, b + part});
+        colwise(context, count, columns,
+                BatchNormMaskedSums<X>{gradient + element, x + element, output + element, means,
+                                       to + element, a + part, b + part});
       } else {
         colwise(context, count, columns,
                 ColumnGradSums<X>{gradient + element, x + element, means, a + part, b + part});
@@ -176,16 +203,16 @@ Tensor batch_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean
   Context context(x);
   dispatch_floating(rows.op, x.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
-    BatchNormBackward<X, true> program{
-        {rows.channels},
-        {{rows.vector<T>("mean", mean), rows.vector<T>("inv_std", inv_std),
-          rows.vector<T>("weight", weight), rows.vector<T>("sum_dy", sum_dy),
-          rows.vector<T>("sum_dy_xmu", sum_dy_xmu)}},
-        data<int64_t>(count, "count"),
-        rows.like_x<X>("dy", dy),
-        data<X>(x, "x"),
-        data<X>(dx, "dx")};
-    rowwise(context, rows.count, rows.channels, program);
+    Array<const T*, 5> vectors{{rows.vector<T>("mean", mean), rows.vector<T>("inv_std", inv_std),
+                                rows.vector<T>("weight", weight), rows.vector<T>("sum_dy", sum_dy),
+                                rows.vector<T>("sum_dy_xmu", sum_dy_xmu)}};
+    const int64_t* n = data<int64_t>(count, "count");
+    const X *gradient = rows.like_x<X>("dy", dy), *from = data<X>(x, "x");
+    X* to = data<X>(dx, "dx");
+    side_by_side(context, rows, vectors, [&](const Array<const T*, 5>& given, int64_t first) {
+      return BatchNormBackward<X, true>{{rows.channels},  given,        n,
+                                        gradient + first, from + first, to + first};
+    });
   });
   return dx;
 }

@@ -97,22 +97,14 @@ struct BatchNormMaskedSums {
   T* sum_dy_xmu;  // [columns]
 
   template <class R>
-  APEX_HD void row(R& row) const {
-    auto to = row.out(masked);
-    to.streamed = false;  // column_sums() reads it next
-    row.each([](T& masked, T dy, T y) { masked = y <= T(0) ? T(0) : dy; }, to, row.in(dy),
-             row.in(y));
-  }
-
-  template <class R>
   APEX_HD void column_sums(R& row) const {
-    const X* stored = masked;
     row.template accumulate<kSums>(
-        [](Array<T, 2>& sums, T dy, T x, T mean) {
-          sums[0] += dy;
-          sums[1] += dy * (x - mean);
+        [](Array<T, 2>& sums, T& masked, T dy, T y, T x, T mean) {
+          masked = y <= T(0) ? T(0) : dy;
+          sums[0] += masked;
+          sums[1] += masked * (x - mean);
         },
-        row.in(stored), row.in(x), row.shared(mean));
+        row.out(masked), row.in(dy), row.in(y), row.in(x), row.shared(mean));
   }
   APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
     sum_dy[column] = sums[0];
