@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from .._shared.native.composed import plainly
 from .._shared.native.float16 import needs_float32
+from .._shared.native.transforms import kernels_serve
 from ..multihead_attn.attention import attend
+from ..multihead_attn.torch_attention import attend_packed, serves_packed
 from .packed import Layout, check_packed, pad, unpad
 
 __all__ = ["FMHA", "FMHAFun"]
@@ -18,6 +20,8 @@ _NAME = "FMHAFun"
 
 def _attention(qkv: Tensor, cu_seqlens: Tensor, p: float, max_s: int) -> Tensor:
     """``[total, heads, d]`` of ``[total, 3, heads, d]``."""
+    if serves_packed(qkv, p) and kernels_serve():
+        return attend_packed(qkv, cu_seqlens, max_s)
     _, _, heads, size = qkv.shape
     layout = Layout(cu_seqlens, qkv.shape[0], max_s)
     padded = pad(qkv, layout).permute(2, 0, 3, 1, 4)  # [3, b, heads, s, d]
@@ -56,8 +60,8 @@ class FMHAFun:
 
         Raises:
             TypeError: a dtype is not one of those above.
-            ValueError: a shape, a device, ``p_dropout``, or on a CPU a length does not fit. On a
-                GPU, tokens of a sequence beyond ``max_s`` belong to none.
+            ValueError: a shape, a device, ``p_dropout``, or on a CPU a length does not fit. A GPU
+                does not check lengths: sequences longer than ``max_s`` give wrong results.
         """
         p = p_dropout if is_training else 0.0
         check_packed(_NAME, qkv, cu_seqlens, max_s, p)

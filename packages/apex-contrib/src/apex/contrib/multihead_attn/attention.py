@@ -14,7 +14,9 @@ from .._shared.native.composed import plainly
 from .._shared.native.float16 import needs_float32
 from .._shared.native.operands import autocast, exact, is_dtensor, statistics_dtype
 from .._shared.native.philox import draw_seed
+from .._shared.native.transforms import kernels_serve
 from ..layer_norm.layer_norm import FastLayerNormFN
+from .torch_attention import attend_without_weights, mask_kind, takes_sdpa
 from .weights import dropout_rows, mask_softmax, softmax_dropout
 
 __all__ = [
@@ -136,12 +138,22 @@ Results = tuple[Tensor, Tensor | None]
 def _finish(
     q: Tensor, k: Tensor, v: Tensor, batch: int, options: Options, w: Tensor, b: Tensor | None
 ) -> Results:
-    scores = (batch, options.heads, q.shape[1], k.shape[1])
-    mask = kernel_mask(options.mask, options.is_time_mask, options.is_added, scores, q.dtype)
+    given, heads = (options.mask, options.is_time_mask, options.is_added), options.heads
     scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
-    context, weights = attend(q, k, v, options.heads, scale, mask, options.p)
-    output = F.linear(_merge(context, batch, options.heads), w, b)
+    if _takes_sdpa(q, k, options):
+        context = attend_without_weights(q, k, v, heads, scale, *given)
+        return F.linear(_merge(context, batch, heads), w, b), None
+    mask = kernel_mask(*given, (batch, heads, q.shape[1], k.shape[1]), q.dtype)
+    context, weights = attend(q, k, v, heads, scale, mask, options.p)
+    output = F.linear(_merge(context, batch, heads), w, b)
     return output, weights.mean(1) if options.needs_weights else None
+
+
+def _takes_sdpa(q: Tensor, k: Tensor, options: Options) -> bool:
+    kind = mask_kind(options.mask, options.is_time_mask, options.is_added, q.dtype)
+    if not takes_sdpa(q.device.type, options.p, kind, options.needs_weights):
+        return False
+    return q.numel() > 0 and k.numel() > 0 and not is_dtensor(q) and kernels_serve()
 
 
 def self_attention(
