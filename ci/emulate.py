@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "shared_csrc"), str(ROOT)]
 
-from native import jit, trust  # noqa: E402
+from native import jit, toolchain, trust  # noqa: E402
 from native.build import Op, build, find_ops  # noqa: E402
 from native.targets import Target  # noqa: E402
 
@@ -49,6 +49,7 @@ def main(*words: str) -> None:
     ops = [(package, op) for package, op in all_ops() if not wanted or op.name in wanted]
     with ThreadPoolExecutor(int(cores)) as pool:
         list(pool.map(build_op, ops))
+    os.environ["APEX_EMULATE_BLASLT"] = str(build_fake_blaslt())
     print(f"{len(ops)} ops built in {time.monotonic() - start:.0f} s", flush=True)
     tests = chosen_tests(wanted, arguments)
     options = [
@@ -99,6 +100,16 @@ def build_op(named: tuple[str, Op]) -> None:
     trust.make_private_folder(library.parent)
     shutil.copy(built, library)
     trust.seal_path(library).write_text(trust.seal(library))
+
+
+def build_fake_blaslt() -> Path:
+    """Compile what the emulated GPU has in place of cuBLASLt and hipBLASLt."""
+    library = WORK / "libblaslt_fake.so"
+    source = ROOT / "shared_csrc" / "tests" / "blaslt_fake.cpp"
+    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", f"-I{toolchain.INCLUDE}"]
+    command = [*toolchain.find_cxx(), *flags, str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=300)
+    return library
 
 
 def run_pytest(environment: dict[str, str], *arguments: str) -> int:

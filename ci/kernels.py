@@ -114,6 +114,11 @@ def compile_ops(ops: list[Op], target: Target, folder: Path, package: str) -> li
     return worth_reading(text)
 
 
+def has_kernels(compiled: Path) -> bool:
+    """Tell whether an object for CUDA registers kernels; ops that call a BLAS library have none."""
+    return b"__cudaRegisterFunction" in compiled.read_bytes()
+
+
 def units_of(ops: list[Op]) -> list[tuple[Op, str]]:
     """Return what is compiled on its own, and the op that it is a part of."""
     return [(op, op.unit_name(source)) for op in ops for source in op.sources]
@@ -126,9 +131,10 @@ def evidence(ops: list[Op], folder: Path, package: str) -> dict[str, dict]:
         f"{package}/{unit}": {
             "op": op.name,
             "resources": known[unit],
-            "accesses": sass.of_library(folder / f"{unit}.cuda.o", EVIDENCE_ARCH),
+            "accesses": sass.of_library(compiled, EVIDENCE_ARCH),
         }
         for op, unit in units_of(ops)
+        if has_kernels(compiled := folder / f"{unit}.cuda.o")
     }
 
 

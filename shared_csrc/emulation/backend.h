@@ -17,6 +17,7 @@
 // Ops register kernels for the CPU's tensors, and tell of their operands.
 #define APEX_DISPATCH_KEY CPU
 #define APEX_CONTEXT_HEADER "emulation/context.h"
+#define APEX_BLASLT_HEADER "emulation/blaslt.h"
 #define APEX_NAME_OPERAND(data, name) ::apex::emulation::name_operand(data, name)
 #define APEX_RELEASE_OPERAND(data) ::apex::emulation::release_operand(data)
 

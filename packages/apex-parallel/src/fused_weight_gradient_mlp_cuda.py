@@ -1,7 +1,7 @@
 """Apex's extension module that adds a linear layer's weight gradient to a buffer, in place.
 
-It has no kernel: torch's products do this on every device. Callers look the functions up here when
-they call them, so other projects may replace them.
+torch's products do this on every device; on a GPU, cuBLASLt or hipBLASLt does it where one of them
+serves. Callers look the functions up here when they call them, so other projects may replace them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,19 @@ def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> 
     with torch.autocast(x.device.type, enabled=False):
         if x.dtype == torch.float32:
             d_weight.addmm_(dy.t(), x)
+        elif _is_added_by_library(x, dy, d_weight):
+            pass
         elif x.is_cuda:
             torch.addmm(d_weight, dy.t(), x, out_dtype=torch.float32, out=d_weight)
         else:
             for some_x, some_dy in zip(x.split(_CHUNK), dy.split(_CHUNK), strict=True):
                 d_weight.addmm_(some_dy.t().float(), some_x.float())
+
+
+def _is_added_by_library(x: Tensor, dy: Tensor, d_weight: Tensor) -> bool:
+    from apex.transformer.weight_gradient import add_weight_gradient
+
+    return add_weight_gradient(x, dy, d_weight)
 
 
 @torch.no_grad()

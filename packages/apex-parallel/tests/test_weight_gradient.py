@@ -1,10 +1,14 @@
 """fused_weight_gradient_mlp_cuda: in place, as accurate as main_grad's dtype allows."""
 
+import os
+
 import fused_weight_gradient_mlp_cuda as extension
 import pytest
 import torch
 
+from apex.transformer.weight_gradient import add_weight_gradient, add_weight_gradient_blaslt
 from apex_testkit.accuracy import assert_as_accurate_as
+from apex_testkit.devices import runs_gpu_kernels
 
 FP32, FP16 = extension.wgrad_gemm_accum_fp32, extension.wgrad_gemm_accum_fp16
 HALVES = torch.bfloat16, torch.float16
@@ -58,6 +62,39 @@ def test_layouts_and_modes(device):
     FP32(x.detach(), dy, column[:, ::2])
     torch.testing.assert_close(column[:, ::2], expected.detach())
     assert torch.equal(column[:, 1::2], torch.ones(10, 6, device=device))
+
+
+def has_library(device):
+    """cuBLASLt or hipBLASLt; on the emulated GPU a fake of both, which ci/emulate.py compiles."""
+    is_emulated = runs_gpu_kernels(device) and bool(os.environ.get("APEX_EMULATE_BLASLT"))
+    return device.type == "cuda" or is_emulated
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_library(dtype, device):
+    """Products of 16-bit numbers, added up in float32, by the BLAS library; where it serves."""
+    x, dy = torch.randn(65, 24, device=device).to(dtype), torch.randn(65, 9, device=device)
+    dy, dw = dy.to(dtype), torch.randn(9, 24, device=device)
+    actual = dw.clone()
+    assert add_weight_gradient(x, dy, actual) == has_library(device)
+    if has_library(device):
+        assert_as_accurate_as(product, actual, dw, x.float(), dy.float())
+    else:
+        assert torch.equal(actual, dw)
+    for others in [(x, dy, dw.t().contiguous().t()), (x[:0], dy[:0], dw), (x.float(), dy, dw)]:
+        assert not add_weight_gradient(*others)
+
+
+def test_library_checks(device):
+    if not has_library(device):
+        pytest.skip("this operator is of GPUs alone")
+    x, dy, dw = (torch.ones(*s, device=device).bfloat16() for s in ((5, 8), (5, 16), (16, 8)))
+    with pytest.raises(RuntimeError, match="main_grad must be float32"):
+        add_weight_gradient_blaslt(x, dy, dw)
+    with pytest.raises(RuntimeError, match=r"result must have shape \[16, 8\]"):
+        add_weight_gradient_blaslt(x, dy, dw.t().float())
+    checks = ("test_schema", "test_faketensor")  # compiled code never calls it
+    torch.library.opcheck(add_weight_gradient_blaslt, (x, dy, dw.float()), test_utils=checks)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from apex.contrib._shared.native.composed import Composed
 from apex.contrib._shared.native.float16 import needs_float32
 from apex.contrib._shared.native.operands import autocast, is_autocast
+from apex.contrib.dense_blaslt import dense_gelu_gradient, dense_with_gelu
 from apex.contrib.dense_epilogue import (
     GELU,
     decompositions,
@@ -75,8 +76,12 @@ def _gelu_dense_forward(
     bias2: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The output, and GELU's input and output."""
-    gelu_in = F.linear(x, weight1, bias1)
-    hidden = dense_gelu(gelu_in)
+    made = dense_with_gelu(x, weight1, bias1)
+    if made is None:
+        gelu_in = F.linear(x, weight1, bias1)
+        hidden = dense_gelu(gelu_in)
+    else:
+        hidden, gelu_in = made
     return F.linear(hidden, weight2, bias2), gelu_in, hidden
 
 
@@ -84,11 +89,14 @@ def _gelu_dense_backward(
     _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
 ) -> list[Tensor | None]:
     x, weight1, _, weight2, _, gelu_in, hidden = saved
-    asked = True in needs[:3], *needs[3:]
-    dhidden, *of_second = linear_gradients(asked, as_matrix(dy), hidden, weight2)
-    if dhidden is None:
+    dy = as_matrix(dy)
+    _, *of_second = linear_gradients((False, *needs[3:]), dy, hidden, weight2)
+    if True not in needs[:3]:
         return [None, None, None, *of_second]
-    dgelu, dbias1 = dense_activation_backward(dhidden, gelu_in, GELU, needs[2])
+    made = dense_gelu_gradient(dy, weight2, gelu_in, needs[2])
+    if made is None:
+        made = dense_activation_backward(dy.mm(weight2), gelu_in, GELU, needs[2])
+    dgelu, dbias1 = made
     asked = *needs[:2], False
     dx, dweight1, _ = linear_gradients(asked, as_matrix(dgelu), x, weight1)
     return [dx, dweight1, dbias1 if needs[2] else None, *of_second]
@@ -96,7 +104,10 @@ def _gelu_dense_backward(
 
 _dense = Composed("fused_dense_function", _dense_forward, _dense_backward, _plain_dense)
 _gelu_dense = Composed(
-    "fused_dense_gelu_dense_function", _gelu_dense_forward, _gelu_dense_backward, _plain_gelu_dense
+    "fused_dense_gelu_dense_function",
+    _gelu_dense_forward,
+    _gelu_dense_backward,
+    _plain_gelu_dense,
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._shared.native.operands import check_floating
+from ..dense_blaslt import weight_and_bias_gradients
 
 __all__ = ["as_matrix", "check_input", "check_layer", "fits", "linear_gradients"]
 
@@ -31,7 +32,10 @@ def linear_gradients(
         dx = dy.mm(weight)
         dx = dx if x.dim() == 2 else dx.view(x.shape)
     if needs[1]:
-        dweight = dy.t().mm(as_matrix(x))
+        x = as_matrix(x)
+        if needs[2] and (both := weight_and_bias_gradients(dy, x)) is not None:
+            return dx, *both
+        dweight = dy.t().mm(x)
     return dx, dweight, dy.sum(0) if needs[2] else None
 
 

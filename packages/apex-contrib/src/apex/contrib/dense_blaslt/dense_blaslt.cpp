@@ -1,0 +1,73 @@
+// Registers a dense layer's products with fused epilogues: checks, and what the library is given.
+// There is nothing here for CPUs.
+#include "apex/core/config.h"
+
+#if defined(APEX_GPU)
+#include <optional>
+
+#include "apex/torch/blaslt.h"
+#include "apex/torch/library.h"
+
+namespace apex::contrib {
+inline namespace APEX_BACKEND_NS {
+namespace {
+
+using blaslt::Epilogue;
+
+int64_t multiply(const Tensor& like, const blaslt::Product& product) {
+  Context context(like);
+  return static_cast<int64_t>(blaslt::BlasLt::instance().multiply(context, like, product));
+}
+
+void* vector_of(const char* op, const char* name, const Tensor& vector, int64_t size,
+                const Tensor& like) {
+  check_tensors(op, {{name, vector}});
+  check_like(op, name, vector, size, like.scalar_type(), like);
+  return named(vector.data_ptr(), name);
+}
+
+void* aux_of(const char* op, const char* name, const Tensor& aux, const Tensor& result) {
+  check_tensors(op, {{name, aux}});
+  blaslt::check_matrix(op, name, aux, result.size(0), result.size(1), result.scalar_type(), result);
+  return named(aux.data_ptr(), name);
+}
+
+int64_t dense_gelu_blaslt(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
+                          const Tensor& y, const Tensor& gelu_in) {
+  const char* op = "dense_gelu_blaslt";
+  auto epilogue = bias ? Epilogue::kGeluAuxBias : Epilogue::kGeluAux;
+  auto product = blaslt::product_of(op, {x}, {weight, true}, y, epilogue);
+  if (bias) product.bias = vector_of(op, "bias", *bias, y.size(1), x);
+  product.aux = aux_of(op, "gelu_in", gelu_in, y);
+  return multiply(x, product);
+}
+
+int64_t dense_gelu_backward_blaslt(const Tensor& dy, const Tensor& weight, const Tensor& gelu_in,
+                                   const Tensor& dx, std::optional<Tensor> dbias) {
+  const char* op = "dense_gelu_backward_blaslt";
+  auto epilogue = dbias ? Epilogue::kDGeluBiasGrad : Epilogue::kDGelu;
+  auto product = blaslt::product_of(op, {dy}, {weight}, dx, epilogue);
+  if (dbias) product.bias = vector_of(op, "dbias", *dbias, dx.size(1), dy);
+  product.aux = aux_of(op, "gelu_in", gelu_in, dx);
+  return multiply(dy, product);
+}
+
+int64_t dense_gradients_blaslt(const Tensor& dy, const Tensor& x, const Tensor& dweight,
+                               const Tensor& dbias) {
+  const char* op = "dense_gradients_blaslt";
+  auto product = blaslt::product_of(op, {dy, true}, {x}, dweight, Epilogue::kBiasGradB);
+  product.bias = vector_of(op, "dbias", dbias, dweight.size(0), dy);
+  return multiply(dy, product);
+}
+
+}  // namespace
+
+APEX_KERNELS(apex_contrib, m) {
+  m.impl("dense_gelu_blaslt", TORCH_BOX(&dense_gelu_blaslt));
+  m.impl("dense_gelu_backward_blaslt", TORCH_BOX(&dense_gelu_backward_blaslt));
+  m.impl("dense_gradients_blaslt", TORCH_BOX(&dense_gradients_blaslt));
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex::contrib
+#endif

@@ -1,0 +1,91 @@
+"""Whether operators of cuBLASLt and hipBLASLt (apex/torch/blaslt.h) may be asked for a product.
+
+Each of these operators returns an outcome. Unless that is 0, it has written nothing, and its caller
+composes the same from torch's operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .transforms import is_transformed
+
+__all__ = ["is_done", "may_serve", "rules_out"]
+
+logger = logging.getLogger("apex")
+
+# float32 is left to torch, which knows whether TF32 is allowed.
+DTYPES = (torch.float16, torch.bfloat16)
+# Why there was no product, by outcome. The numbers are those of blaslt.h.
+_REASONS = {
+    1: "torch has loaded no library of that kind, and none was found",
+    2: "the library has no handle for this device",
+    3: "the library has no algorithm for these sizes and this device",
+}
+_Plain = (Tensor, torch.nn.Parameter)
+
+
+def may_serve(*tensors: Tensor | None) -> bool:
+    """Whether 16-bit factors are those of a GPU whose library the user has not ruled out.
+
+    Compiled code composes: what a library serves is known only when it is asked.
+    """
+    x = tensors[0]
+    if torch.compiler.is_compiling() or x.dtype not in DTYPES or x.numel() == 0:
+        return False
+    if not x.is_cuda and not (x.is_cpu and _is_emulating()):
+        return False
+    if is_transformed():
+        return False
+    if any(t is not None and (type(t) not in _Plain or not t.is_contiguous()) for t in tensors):
+        return False
+    preferred = torch.backends.cuda.preferred_blas_library() if x.is_cuda else None
+    return not rules_out(torch.version.hip is not None, preferred, os.environ)
+
+
+def rules_out(is_rocm: bool, preferred: object, environment: Mapping[str, str]) -> bool:
+    """Whether the user keeps matrix products from cuBLASLt or hipBLASLt.
+
+    ``DISABLE_ADDMM_CUDA_LT=1`` does, as for torch's own epilogues. On ROCm so does a
+    ``torch.backends.cuda.preferred_blas_library`` that is not hipBLASLt, which is torch's default
+    on the GPUs that it serves. CUDA's default, cuBLAS, does not: torch itself takes epilogues from
+    cuBLASLt then, and a default cannot be told from a wish.
+
+    Args:
+        is_rocm: whether torch is built for AMD's GPUs.
+        preferred: what ``preferred_blas_library()`` returns; None on the emulated GPU.
+        environment: the environment.
+    """
+    if environment.get("DISABLE_ADDMM_CUDA_LT") == "1":
+        return True
+    return is_rocm and preferred is not None and preferred != torch._C._BlasBackend.Cublaslt
+
+
+def is_done(product: str, outcome: int) -> bool:
+    """Whether an operator's outcome is a product; logs once, for debugging, why it is none."""
+    if outcome == 0:
+        return True
+    _log(product, outcome)
+    return False
+
+
+@functools.cache
+def _log(product: str, outcome: int) -> None:
+    library = "hipBLASLt" if torch.version.hip else "cuBLASLt"
+    reason = _REASONS[outcome]
+    logger.debug(
+        "%s: not by %s, but composed from torch's operators: %s.", product, library, reason
+    )
+
+
+@functools.cache
+def _is_emulating() -> bool:
+    from .targets import is_emulating
+
+    return is_emulating()
