@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .batching import register_vmap
-from .gradients import function_of, plain_gradients, refusing
+from .gradients import function_of, plain_gradients, question_of, refusing
 from .operands import is_dtensor
 from .transforms import kernels_serve
 
@@ -29,8 +29,9 @@ class Formula:
         name: what users call the function by; messages begin with it.
         forward: the raw operator, ``(tensors..., options...) -> (outputs..., statistics...)``.
         backward: the raw operator, ``(gradients of outputs..., *saves) -> gradients of grads``. It
-            may take one argument more: whether any gradient of ``shared`` is wanted. It takes None
-            for an output without a gradient if its schema says ``Tensor?`` there, else zeros.
+            may take one argument more, by a name that is not in ``saves``: whether any gradient of
+            ``shared`` is wanted. It takes None for an output without a gradient if its schema says
+            ``Tensor?`` there, else zeros.
         reference: ``forward`` in plain PyTorch, with the same arguments and results.
         saves: names of arguments and results of ``forward`` that ``backward`` takes, in its order.
         grads: names of the arguments that have gradients, in the order of the backward's results.
@@ -116,15 +117,18 @@ class Formula:
         if self.plain_backward is not None:
             return {self.forward: self.reference, self.backward: self.plain_backward}
 
+        question = question_of(self)
+
         def backward(*given: Any) -> Any:
-            gradients, saves = given[: self.outputs], given[self.outputs :]
-            saved = dict(zip(self.saves, saves, strict=False))
+            gradients, saves = given[: self.outputs], list(given[self.outputs :])
+            are_wanted = question is None or saves.pop(question)  # those of `shared`
+            saved = dict(zip(self.saves, saves, strict=False))  # torch leaves out defaults
             defaults = inspect.signature(self.reference).parameters
             arguments = [saved.get(name, p.default) for name, p in defaults.items()]
             results = plain_gradients(
                 self.reference, self.outputs, self.grads, gradients, arguments
             )
-            if len(saves) > len(saved) and not saves[-1]:  # those of `shared` are not wanted
+            if not are_wanted:
                 empty = gradients[0].new_empty([0])
                 pairs = zip(self.grads, results, strict=True)
                 results = [empty if i in self.shared else result for i, result in pairs]

@@ -24,7 +24,8 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
     grads, arrange, count = formula.grads, formula.arrange, len(formula.names)
     returns_one, shared = len(formula.results) == 1, [i for i in grads if i in formula.shared]
     keeps, kept, picks = _places(formula, keeps_all=again is None)
-    required, materializes, asks = _of_schema(formula)
+    required, materializes = _of_schema(formula)
+    asks = question_of(formula) is not None
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
@@ -45,9 +46,9 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
             given = (*saved[:tensors], *options)
             results = plain_gradients(reference, outputs, grads, gradients, given)
         else:
-            values = saved + options
             wanted = (True in [needs[i] for i in shared],) if asks else ()
-            given = (*gradients, *[values[i] for i in picks], *wanted)
+            values = saved + options + wanted
+            given = (*gradients, *[values[i] for i in picks])
             results = again(*given) if is_again else fused_backward(*given)
             results = results if arrange is None else arrange(*results)
         results, answer = as_tuple(results), [None] * count
@@ -62,21 +63,36 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
 
 def _places(formula: Any, keeps_all: bool) -> tuple[list[int] | None, list[int], list[int]]:
     """Positions of the arguments that are kept (None: all tensors), of the results that are kept,
-    and of what the backward takes in ``(*kept arguments, *kept results, *options)``.
+    and of what the backward takes in ``(*kept arguments, *kept results, *options, answer)``, where
+    the answer is that to :func:`question_of`.
     """
     names, results, tensors = formula.names, formula.results, formula.tensors
     keeps = [i for i in range(tensors) if keeps_all or names[i] in formula.saves]
     kept = [results.index(name) for name in formula.saves if name in results]
     pool = [*(names[i] for i in keeps), *(results[i] for i in kept), *names[tensors:]]
     picks = [pool.index(name) for name in formula.saves]
+    if (question := question_of(formula)) is not None:
+        picks.insert(question, len(pool))
     return None if len(keeps) == tensors else keeps, kept, picks
 
 
-def _of_schema(formula: Any) -> tuple[list[int], bool, bool]:
-    """Which gradients the backward requires, whether all, and whether it asks about ``shared``."""
+def question_of(formula: Any) -> int | None:
+    """Where the backward, behind the gradients, asks whether a gradient of ``shared`` is wanted.
+
+    That is the argument that ``saves`` does not name; None if it names all.
+    """
+    takes = [argument.name for argument in formula.backward._schema.arguments[formula.outputs :]]
+    if len(takes) == len(formula.saves):
+        return None
+    (question,) = (i for i, name in enumerate(takes) if name not in formula.saves)
+    return question
+
+
+def _of_schema(formula: Any) -> tuple[list[int], bool]:
+    """Which gradients the backward requires, and whether all."""
     takes, outputs = formula.backward._schema.arguments, formula.outputs
     required = [i for i in range(outputs) if "Optional" not in str(takes[i].type)]
-    return required, len(required) == outputs, len(takes) > outputs + len(formula.saves)
+    return required, len(required) == outputs
 
 
 def _with_zeros(
