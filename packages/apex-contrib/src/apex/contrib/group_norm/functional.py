@@ -21,6 +21,8 @@ def group_norm(
     bias: Tensor | None,
     eps: float,
     act: str | None = None,
+    *,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     r"""Group normalization by our kernels, on every device.
 
@@ -38,6 +40,7 @@ def group_norm(
             float64 for float64.
         eps: added to the variance.
         act: "silu" or "swish" for SiLU; "" or None for none.
+        zero_centered_gamma: multiply by ``1 + weight``, summed in what all is computed in.
 
     Returns:
         ``[N, C, *]`` in the dtype of ``x``, channels-last in memory. Computed in float32, or in
@@ -56,7 +59,7 @@ def group_norm(
         weight = exact(beside(x, weight))
     if bias is not None:
         bias = exact(beside(x, bias))
-    return group_norm_nhwc(x, weight, bias, G, float(eps), silu)
+    return group_norm_nhwc(x, weight, bias, G, float(eps), silu, zero_centered_gamma)
 
 
 def is_nhwc(x: Tensor) -> bool:

@@ -40,7 +40,14 @@ decompositions = group_norm_nhwc.decompositions
 
 
 def torch_group_norm(
-    x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps: float, act: str | None = ""
+    x: Tensor,
+    g: int,
+    w: Tensor | None,
+    b: Tensor | None,
+    eps: float,
+    act: str | None = "",
+    *,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """Normalize ``x`` ``[N, C, *]`` by torch's own function, computed in the weight's dtype.
 
@@ -50,6 +57,7 @@ def torch_group_norm(
         w, b: ``[C]``, or None.
         eps: added to the biased variance.
         act: "silu" or "swish" for SiLU; "" or None for none.
+        zero_centered_gamma: multiply by ``1 + w``; all is then computed in float32 at least.
 
     Raises:
         TypeError: ``x`` is no float64, float32, float16 or bfloat16 tensor.
@@ -57,6 +65,9 @@ def torch_group_norm(
     """
     silu = is_silu(act)
     check_floating(NAME, "x", x)
+    if zero_centered_gamma and w is not None:
+        dtype = torch.promote_types(w.dtype, torch.float32)
+        w, b = 1 + w.to(dtype), None if b is None else b.to(dtype)
     wide = x if w is None else x.to(w.dtype)
     y = F.group_norm(wide, g, w, b, eps)
     return (F.silu(y) if silu else y).to(x.dtype)
@@ -91,6 +102,8 @@ class GroupNorm(nn.Module):
         affine: whether there are a weight and a bias.
         device, dtype: of the parameters.
         act: "silu" or "swish" for SiLU after it, in any case; "" or None for none.
+        zero_centered_gamma: multiply by ``1 + weight``, summed in float32 (float64), and start from
+            a weight of zeros.
 
     Input and output are ``[N, C, *]``, of one dtype and layout. Under autocast they keep it: what
     convolutions made float16 stays so.
@@ -105,6 +118,7 @@ class GroupNorm(nn.Module):
         torch.Size([2, 64, 8, 8])
     """
 
+    zero_centered_gamma = False  # of modules in pickles of Apex's
     # Apex's kernels serve these. Ours serve all; scripts read them.
     SUPPORTED_CHANNELS: ClassVar[frozenset[int]] = frozenset(
         (128, 256, 320, 384, 448, 512, 640, 768, 896, 960, 1024, 1280, 1344, 1536, 1792, 1920)
@@ -152,6 +166,8 @@ class GroupNorm(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         act: str | None = None,
+        *,
+        zero_centered_gamma: bool = False,
     ) -> None:
         super().__init__()
         if num_groups < 1 or num_channels < 1 or num_channels % num_groups:
@@ -164,6 +180,7 @@ class GroupNorm(nn.Module):
         self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
         self.affine, self.act = affine, act.lower() if act else act
         is_silu(self.act)
+        self.zero_centered_gamma = zero_centered_gamma
         self.sm = 0  # of the current GPU: 10 * major + minor
         if torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
@@ -177,17 +194,16 @@ class GroupNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to ones and the bias to zeros."""
+        """Set the weight to ones, or to zeros if it is zero-centred, and the bias to zeros."""
         if self.affine:
-            nn.init.ones_(self.weight)
+            (nn.init.zeros_ if self.zero_centered_gamma else nn.init.ones_)(self.weight)
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` ``[N, C, *]``."""
         given = (input, self.num_groups, self.weight, self.bias, self.eps, self.act)
-        if self._check_legality(input):
-            return group_norm(*given)
-        return torch_group_norm(*given)
+        norm = group_norm if self._check_legality(input) else torch_group_norm
+        return norm(*given, zero_centered_gamma=self.zero_centered_gamma)
 
     def _check_legality(self, x: Tensor) -> bool:
         """Whether our kernels take ``x`` as it is."""
@@ -210,7 +226,8 @@ class GroupNorm(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return (
             f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}, "
-            f"act={self.act}"
+            f"act={self.act}{centered}"
         )

@@ -18,6 +18,7 @@ def _reference(
     groups: int = 1,
     eps: float = 0.0,
     silu: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = statistics_dtype(x.dtype)
     values = x.to(wide).unflatten(1, (groups, -1)).flatten(2)  # [N, groups, elements]
@@ -25,7 +26,8 @@ def _reference(
     deviation = values - mean
     rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
     y = (deviation * rstd).reshape(x.shape).movedim(1, -1)
-    y = y if weight is None else y * weight.to(wide)
+    if weight is not None:
+        y = y * (1 + weight.to(wide) if zero_centered_gamma else weight.to(wide))
     y = y if bias is None else y + bias.to(wide)
     y = F.silu(y) if silu else y
     return y.movedim(-1, 1).to(x.dtype), mean.reshape(-1), rstd.reshape(-1)
@@ -36,7 +38,10 @@ group_norm_nhwc = Formula(
     ops.group_norm_nhwc_forward,
     ops.group_norm_nhwc_backward,
     _reference,
-    saves=("x", "weight", "bias", "mean", "rstd", "groups", "eps", "silu"),
+    saves=(
+        *("x", "weight", "bias", "mean", "rstd", "groups", "eps", "silu"),
+        "zero_centered_gamma",
+    ),
     grads=("x", "weight", "bias"),
     rows={"x": -1},
     shared=("weight", "bias"),

@@ -34,9 +34,11 @@ Samples samples_of(const char* op, const Tensor& x, int64_t groups) {
   return {x.size(0), {groups, channels, rows}};
 }
 
+// `otherwise` stands in the place of a tensor.
 template <class T>
 Parameter<T> parameter_of(const char* op, const char* name, const OptionalTensor& tensor,
-                          const Tensor& x, const Groups& groups, double otherwise) {
+                          const Tensor& x, const Groups& groups, double otherwise,
+                          bool zero_centered = false) {
   if (!tensor) return {nullptr, Storage::kOther, static_cast<T>(otherwise)};
   const ScalarType dtype = tensor->scalar_type();
   check_tensors(op, {{name, *tensor}});
@@ -47,7 +49,8 @@ Parameter<T> parameter_of(const char* op, const char* name, const OptionalTensor
                         dtype == ScalarType::BFloat16,
         op, ": ", name, " must be ", is_double ? "float64" : "float32, float16 or bfloat16",
         ", as x is ", dtype_name(x.scalar_type()), "; got ", dtype_name(dtype), ".");
-  return {named(tensor->data_ptr(), name), storage_of(dtype), T(0)};
+  return {named(tensor->data_ptr(), name), storage_of(dtype),
+          zero_centered ? T(1) : T(-0.0)};  // -0 changes no number
 }
 
 // What the gradients of weight and bias are stored as.
@@ -68,7 +71,8 @@ void dispatch_silu(const char* op, const Tensor& x, bool silu, Body&& body) {
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_of_any_layout,
                                            const OptionalTensor& weight, const OptionalTensor& bias,
-                                           int64_t groups, double eps, bool silu) {
+                                           int64_t groups, double eps, bool silu,
+                                           bool zero_centered_gamma) {
   const char* op = "group_norm_nhwc_forward";
   const Samples o = samples_of(op, x_of_any_layout, groups);
   check(eps >= 0, op, ": eps must not be negative, got ", eps, ".");
@@ -83,22 +87,20 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_of_any_layout,
   Context context(x);
   dispatch_silu(op, x, silu, [&]<class S, bool kSilu>() {
     using T = compute_t<S>;
-    colwise_rowwise(
-        context, o.count, o.groups.rows, o.groups.channels,
-        GroupNormForward<S, kSilu>{
-            o.groups, data<S>(x, "x"), parameter_of<T>(op, "weight", weight, x, o.groups, 1),
-            parameter_of<T>(op, "bias", bias, x, o.groups, 0), eps, data<S>(y, "y"),
-            data<T>(mean, "mean"), data<T>(rstd, "rstd"), data<T>(vectors, "vectors")});
+    colwise_rowwise(context, o.count, o.groups.rows, o.groups.channels,
+                    GroupNormForward<S, kSilu>{
+                        o.groups, data<S>(x, "x"),
+                        parameter_of<T>(op, "weight", weight, x, o.groups, 1, zero_centered_gamma),
+                        parameter_of<T>(op, "bias", bias, x, o.groups, 0), eps, data<S>(y, "y"),
+                        data<T>(mean, "mean"), data<T>(rstd, "rstd"), data<T>(vectors, "vectors")});
   });
   return {y, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_of_any_layout,
-                                            const Tensor& x_of_any_layout,
-                                            const OptionalTensor& weight,
-                                            const OptionalTensor& bias, const Tensor& mean,
-                                            const Tensor& rstd, int64_t groups, double /*eps*/,
-                                            bool silu, bool weight_grads) {
+std::tuple<Tensor, Tensor, Tensor> backward(
+    const Tensor& dy_of_any_layout, const Tensor& x_of_any_layout, const OptionalTensor& weight,
+    const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd, int64_t groups,
+    double /*eps*/, bool silu, bool weight_grads, bool zero_centered_gamma) {
   const char* op = "group_norm_nhwc_backward";
   const Samples o = samples_of(op, x_of_any_layout, groups);
   check_tensors(op, {{"dy", dy_of_any_layout}, {"mean", mean}, {"rstd", rstd}});
@@ -123,13 +125,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy_of_any_layout,
     using T = compute_t<S>;
     T* dweights = data<T>(parts, "parts");
     T* dbiases = dweights + o.count * channels;
-    colwise_rowwise(
-        context, o.count, o.groups.rows, channels,
-        GroupNormBackward<S, kSilu>{o.groups, data<S>(dy, "dy"), data<S>(x, "x"),
-                                    parameter_of<T>(op, "weight", weight, x, o.groups, 1),
-                                    parameter_of<T>(op, "bias", bias, x, o.groups, 0),
-                                    data<T>(mean, "mean"), data<T>(rstd, "rstd"), data<S>(dx, "dx"),
-                                    data<T>(vectors, "vectors"), dweights, dbiases});
+    colwise_rowwise(context, o.count, o.groups.rows, channels,
+                    GroupNormBackward<S, kSilu>{
+                        o.groups, data<S>(dy, "dy"), data<S>(x, "x"),
+                        parameter_of<T>(op, "weight", weight, x, o.groups, 1, zero_centered_gamma),
+                        parameter_of<T>(op, "bias", bias, x, o.groups, 0), data<T>(mean, "mean"),
+                        data<T>(rstd, "rstd"), data<S>(dx, "dx"), data<T>(vectors, "vectors"),
+                        dweights, dbiases});
   });
   if (!weight_grads) return {dx, dweight, dbias};
   dispatch_floating(op, stored, [&]<class W>() {

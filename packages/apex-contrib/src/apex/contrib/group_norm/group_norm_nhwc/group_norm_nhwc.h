@@ -3,10 +3,12 @@
 // A group is channels side by side; mean and var are over all rows of its channels:
 //
 //   xhat = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps)
-//   p = xhat * weight + bias,  y = p or p * s,  s = 1 / (1 + exp(-p))
+//   p = xhat * scale + bias,  y = p or p * s,  s = 1 / (1 + exp(-p))
 //   dp = dy or dy * s * (1 + p * (1 - s))
-//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dp * weight, means over the group
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dp * scale, means over the group
 //   dweight = sum of dp * xhat, dbias = sum of dp, over rows and samples
+//
+// where scale is the weight, or 1 + weight if that is zero-centred.
 //
 // Wu & He 2018 (https://arxiv.org/abs/1803.08494).
 #pragma once
@@ -21,22 +23,22 @@
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
 
-// A weight or bias [channels] in any dtype, or one number in its place.
+// A weight or bias [channels] in any dtype, counted from `origin`; without one it is `origin`.
 template <class T>
 struct Parameter {
   const void* data;  // or null
   Storage storage;
-  T otherwise;
+  T origin;
 
   APEX_HD T operator()(int64_t channel) const {
-    if (data == nullptr) return otherwise;
+    if (data == nullptr) return origin;
     if constexpr (std::is_same_v<T, double>) {
-      return static_cast<const double*>(data)[channel];
+      return static_cast<const double*>(data)[channel] + origin;
     } else {
       T value{};
       dispatch_storage(
           storage, [&]<class S>() { value = convert<T>(static_cast<const S*>(data)[channel]); });
-      return value;
+      return value + origin;
     }
   }
 };

@@ -13,10 +13,16 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 @library.define(
     "group_norm_nhwc_forward(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, "
-    "bool silu) -> (Tensor y, Tensor mean, Tensor rstd)"
+    "bool silu, bool zero_centered_gamma=False) -> (Tensor y, Tensor mean, Tensor rstd)"
 )
 def group_norm_nhwc_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, silu: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    zero_centered_gamma: bool = False,
 ) -> _Three:
     """Normalize the groups of each sample of ``x``, ``[N, channels, *]`` of any layout.
 
@@ -24,6 +30,8 @@ def group_norm_nhwc_forward(
     ``silu``, channels-last in memory. ``mean`` and ``rstd`` ``[N * groups]`` are float32, or
     float64 for float64.
     ``weight`` and ``bias`` ``[channels]`` are in any dtype but float64, or in float64 for float64.
+    With ``zero_centered_gamma`` the factor is ``1 + weight``, summed in the dtype of the
+    statistics.
     """
     mean = x.new_empty(x.shape[0] * groups, dtype=statistics_dtype(x.dtype))
     return _channels_last(x), mean, torch.empty_like(mean)
@@ -31,7 +39,8 @@ def group_norm_nhwc_forward(
 
 @library.define(
     "group_norm_nhwc_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "
-    "Tensor rstd, int groups, float eps, bool silu, bool weight_grads)"
+    "Tensor rstd, int groups, float eps, bool silu, bool weight_grads, "
+    "bool zero_centered_gamma=False)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 def group_norm_nhwc_backward(
@@ -45,6 +54,7 @@ def group_norm_nhwc_backward(
     eps: float,
     silu: bool,
     weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> _Three:
     """Gradients of :func:`group_norm_nhwc_forward`; ``dy`` has any layout.
 
