@@ -1,6 +1,8 @@
 """FastLayerNorm against float64 PyTorch, over dtypes, shapes and layouts, and what torch asks."""
 
+import copy
 import importlib
+import inspect
 import sys
 
 import pytest
@@ -38,16 +40,22 @@ def arguments(dtype, device, rows=4, columns=7):
     return x, torch.copysign(weight.abs() + 0.5, weight), bias
 
 
-CASE = Case(
-    lambda x, weight, bias: FastLayerNormFN.apply(x, weight, bias, EPS),
-    arguments,
-    oracle,
-    grads=(0, 1, 2),
-    rows=(0,),
-    operators=(ops.fast_layer_norm_forward, ops.fast_layer_norm_backward),
-    decompositions=decompositions,
-    ulps=3,
-)
+def case(**options):
+    """Weights count from zero, or from one with ``zero_centered_gamma``."""
+    origin = int(options.get("zero_centered_gamma", False))
+    return Case(
+        lambda x, weight, bias: FastLayerNormFN.apply(x, weight, bias, EPS, **options),
+        arguments,
+        lambda x, weight, bias: oracle(x, origin + weight, bias),
+        grads=(0, 1, 2),
+        rows=(0,),
+        operators=(ops.fast_layer_norm_forward, ops.fast_layer_norm_backward),
+        decompositions=decompositions,
+        ulps=3,
+    )
+
+
+CASES = {"plain": case(), "zero-centred": case(zero_centered_gamma=True)}
 
 
 def with_gradients(function, x, weight, bias, seed):
@@ -77,6 +85,44 @@ def test_matches_the_oracle(dtype, memory_efficient, shape, layout, device):
     ulps = 4.0 if dtype == torch.float64 or memory_efficient else 1.0
     ulps *= max(1, shape[0]) ** 0.5 if dtype == torch.float64 or memory_efficient else 1
     assert_as_accurate_as(reference, actual, x, weight, bias, seed, ulps=ulps)
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_zero_centered(dtype, memory_efficient, device):
+    """The bits of a plain norm of 1 + weight, as far as the dtype holds that sum."""
+    x, weight, bias = arguments(dtype, device, 9, 33)
+    weight = (weight * 8).round() / 8
+    weight[weight == -1] = 0
+    seed = torch.randn_like(x)
+    norm = lambda *t, **options: FastLayerNormFN.apply(*t, EPS, memory_efficient, **options)
+    actual = with_gradients(lambda *t: norm(*t, zero_centered_gamma=True), x, weight, bias, seed)
+    for a, e in zip(actual, with_gradients(norm, x, 1 + weight, bias, seed), strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_zero_centered_module(dtype, device):
+    """A weight counts that 1 + weight would not hold in 16 bits, in one number in ten."""
+    small = 2.0 ** (-10 if dtype == torch.bfloat16 else -12)
+    module = FastLayerNorm(512, zero_centered_gamma=True).to(device, dtype)
+    assert repr(module) == "FastLayerNorm(zero_centered_gamma=True)"
+    assert module.weight.eq(0).all()
+    assert sorted(module.state_dict()) == ["bias", "weight"]
+    x = torch.randn(12, 512, device=device).to(dtype)
+    assert torch.equal(module(x), FastLayerNorm(512).to(device, dtype)(x))
+    torch.nn.init.constant_(module.weight, small)
+    wide = oracle(x.double(), 1, 0, 1e-5)
+    with torch.autocast(x.device.type, dtype):
+        of_autocast = copy.deepcopy(module).float()(x.float())
+    truth = (wide * (1 + small)).to(dtype)
+    assert (wide.to(dtype) != truth).double().mean() > 0.1
+    for y in (module(x), of_autocast):
+        assert (y != truth).double().mean() < 0.01  # near a tie, float32 may round the other way
+    module.reset_parameters()
+    assert module.weight.eq(0).all()
+    del module.__dict__["zero_centered_gamma"]  # as a pickle of Apex's has none
+    assert module(x).eq(0).all()
 
 
 MIXED = [pair for h in HALVES for pair in ((torch.float32, h), (h, torch.float32))]
@@ -157,14 +203,16 @@ def test_same_bits(device):
     assert_same_bits(lambda: with_gradients(norm, *given, seed)[:2])
 
 
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-def test_formula(check, device):
+def test_formula(check, case, device):
     """Compiled code, derivatives, transforms, vmap, export, tracing, autocast."""
-    check(CASE, device)
+    check(CASES[case], device)
 
 
 def on_ranks(rank, world_size):
-    check_sharded(CASE, rank, world_size)
+    for case in CASES.values():
+        check_sharded(case, rank, world_size)
 
 
 def test_sharded(two_ranks):
@@ -181,13 +229,14 @@ def test_from_output_refuses_second_derivatives(device):
 
 def test_is_a_good_citizen_of_torch(device):
     x, weight, bias = arguments(torch.float32, device)
-    samples = [(x, weight, bias, EPS), (x[:0], weight, bias, 0.0)]
+    samples = [(x, weight, bias, EPS), (x[:0], weight, bias, 0.0), (x, weight, bias, EPS, True)]
     opcheck_samples(ops.fast_layer_norm_forward, samples)
     y, mean, rstd = ops.fast_layer_norm_forward(x, weight, bias, EPS)
     dy = torch.ones(1, 1, device=device).expand_as(x)
-    samples = [(dy, x, weight, mean, rstd, wanted) for wanted in (False, True)]
+    samples = [(dy, x, weight, mean, rstd, *last) for last in ((False,), (True,), (True, True))]
     opcheck_samples(ops.fast_layer_norm_backward, samples)
-    samples = [(dy, y, weight, bias, rstd, EPS, wanted) for wanted in (False, True)]
+    given = (dy, y, weight, bias, rstd, EPS)
+    samples = [(*given, *last) for last in ((False,), (True,), (True, True))]
     opcheck_samples(ops.fast_layer_norm_backward_from_output, samples)
 
 
@@ -224,6 +273,8 @@ def test_class_of_apex(device):
     expected = oracle(*given)
     torch.testing.assert_close(_fast_layer_norm(*given, EPS, False), expected)
     torch.testing.assert_close(FastLayerNormFN.forward(None, *given, EPS), expected)
+    # Megatron reads the argument's name from the signature of forward.
+    assert "memory_efficient" in inspect.getfullargspec(FastLayerNormFN.forward).args
 
 
 X, W = torch.ones(4, 6), torch.ones(6)

@@ -1,5 +1,7 @@
 """What torch asks of each Formula of the norms beyond a forward and a backward."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -52,57 +54,59 @@ def sum_and_norm(norm):
     return function
 
 
+norm_case = partial(Case, decompositions=decompositions, ulps=3)
+
+
+def cases(**options):
+    """Each norm, with weights that count from zero, or from one with ``zero_centered_gamma``."""
+    origin = int(options.get("zero_centered_gamma", False))
+    return {
+        "layer_norm": norm_case(
+            lambda x, w, b: FusedLayerNormAffineFunction.apply(x, w, b, C, EPS, **options),
+            of_x,
+            lambda x, w, b: layer_norm(x, origin + w, b),
+            grads=(0, 1, 2),
+            rows=(0,),
+            operators=(ops.layer_norm_forward, ops.layer_norm_backward),
+        ),
+        "rms_norm": norm_case(
+            lambda x, w: FusedRMSNormAffineFunction.apply(x, w, C, EPS, **options),
+            lambda dtype, device: of_x(dtype, device)[:2],
+            lambda x, w: F.rms_norm(x, (C,), origin + w, EPS),
+            grads=(0, 1),
+            rows=(0,),
+            operators=(ops.rms_norm_forward, ops.rms_norm_backward),
+        ),
+        "add_layer_norm": norm_case(
+            sum_and_norm(lambda *a: fused_add_layer_norm(*a, EPS, prenorm=True, **options)),
+            of_sum,
+            sum_and_norm(lambda x, r, w, b: (layer_norm(x + r, origin + w, b), x + r)),
+            grads=(0, 1, 2, 3),
+            rows=(0, 1),
+            operators=(add_ops.add_layer_norm_forward, add_ops.add_layer_norm_backward),
+        ),
+        "add_rms_norm": norm_case(
+            sum_and_norm(lambda *a: fused_add_rms_norm(*a, EPS, prenorm=True, **options)),
+            lambda dtype, device: of_sum(dtype, device)[:3],
+            sum_and_norm(lambda x, r, w: (F.rms_norm(x + r, (C,), origin + w, EPS), x + r)),
+            grads=(0, 1, 2),
+            rows=(0, 1),
+            operators=(add_ops.add_rms_norm_forward, add_ops.add_rms_norm_backward),
+        ),
+    }
+
+
 CASES = {
-    "layer_norm": Case(
-        lambda x, w, b: FusedLayerNormAffineFunction.apply(x, w, b, C, EPS),
-        of_x,
-        layer_norm,
-        grads=(0, 1, 2),
-        rows=(0,),
-        operators=(ops.layer_norm_forward, ops.layer_norm_backward),
-        decompositions=decompositions,
-        ulps=3,
-    ),
-    "layer_norm without weights": Case(
+    "layer_norm without weights": norm_case(
         lambda x: FusedLayerNormFunction.apply(x, C, EPS),
         lambda dtype, device: of_x(dtype, device)[:1],
         lambda x: F.layer_norm(x, (C,), None, None, EPS),
         grads=(0,),
         rows=(0,),
         operators=(ops.layer_norm_forward, ops.layer_norm_backward),
-        decompositions=decompositions,
-        ulps=3,
     ),
-    "rms_norm": Case(
-        lambda x, w: FusedRMSNormAffineFunction.apply(x, w, C, EPS),
-        lambda dtype, device: of_x(dtype, device)[:2],
-        lambda x, w: F.rms_norm(x, (C,), w, EPS),
-        grads=(0, 1),
-        rows=(0,),
-        operators=(ops.rms_norm_forward, ops.rms_norm_backward),
-        decompositions=decompositions,
-        ulps=3,
-    ),
-    "add_layer_norm": Case(
-        sum_and_norm(lambda *a: fused_add_layer_norm(*a, EPS, prenorm=True)),
-        of_sum,
-        sum_and_norm(lambda x, r, w, b: (layer_norm(x + r, w, b), x + r)),
-        grads=(0, 1, 2, 3),
-        rows=(0, 1),
-        operators=(add_ops.add_layer_norm_forward, add_ops.add_layer_norm_backward),
-        decompositions=decompositions,
-        ulps=3,
-    ),
-    "add_rms_norm": Case(
-        sum_and_norm(lambda *a: fused_add_rms_norm(*a, EPS, prenorm=True)),
-        lambda dtype, device: of_sum(dtype, device)[:3],
-        sum_and_norm(lambda x, r, w: (F.rms_norm(x + r, (C,), w, EPS), x + r)),
-        grads=(0, 1, 2),
-        rows=(0, 1),
-        operators=(add_ops.add_rms_norm_forward, add_ops.add_rms_norm_backward),
-        decompositions=decompositions,
-        ulps=3,
-    ),
+    **cases(),
+    **{f"{name}, zero-centred": c for name, c in cases(zero_centered_gamma=True).items()},
 }
 
 

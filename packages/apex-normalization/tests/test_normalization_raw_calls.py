@@ -13,9 +13,10 @@ pytestmark = pytest.mark.usefixtures("our_kernels")
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-3
+CENTERED = ({}, {"zero_centered_gamma": True})  # what is absent has its default
 
 
-def normed(x, weight, bias, columns, eps, is_rms):
+def normed(x, weight, bias, columns, eps, is_rms, zero_centered_gamma=False):
     """The float64 formula, for tensors of any shape that are rows of ``columns``."""
     if eps < 0:
         raise ArithmeticError("roots of negative numbers")
@@ -29,6 +30,8 @@ def normed(x, weight, bias, columns, eps, is_rms):
         y = rows * torch.rsqrt(rows.square().mean(1, keepdim=True) + eps)
     else:
         y = F.layer_norm(rows, (columns,), None, None, eps)
+    if weight is not None and zero_centered_gamma:
+        weight = 1 + weight
     if weight is not None and weight.isinf().any() and (y.abs() < 1e-6).any():
         raise ArithmeticError("infinity times what rounding may have made zero")
     y = y if weight is None else y * weight
@@ -47,12 +50,14 @@ def operands(rng):
 def forward(rng):
     x, weight, bias, columns = operands(rng)
     args = {"x": x, "weight": rng.choice((weight, None)), "columns": columns, "eps": EPS}
+    args |= rng.choice(CENTERED)
     is_rms = rng.random() < 0.5
     if not is_rms:
         args["bias"] = None if args["weight"] is None else rng.choice((bias, None))
 
     def expected(a):
-        y = normed(a["x"], a["weight"], a.get("bias"), a["columns"], a["eps"], is_rms)
+        option = a.get("zero_centered_gamma", False)
+        y = normed(a["x"], a["weight"], a.get("bias"), a["columns"], a["eps"], is_rms, option)
         return {"result": [y]}
 
     def run(**args):
@@ -68,6 +73,7 @@ def backward(rng):
     original = x.double()
     args = {"dy": torch.randn(x.shape).to(x.dtype), "x": x, "weight": weight}
     args |= {"mean": mean, "rstd": rstd, "columns": columns, "weight_grads": True}
+    args |= rng.choice(CENTERED)
 
     def expected(a):
         rows = original.reshape(-1, columns)
@@ -81,7 +87,8 @@ def backward(rng):
             raise ArithmeticError("statistics of other rows")
         with torch.enable_grad():
             x, weight = a["x"].requires_grad_(), a["weight"]
-            y = normed(x, weight, None, a["columns"], EPS, False)
+            option = a.get("zero_centered_gamma", False)
+            y = normed(x, weight, None, a["columns"], EPS, False, option)
             (dx,) = torch.autograd.grad(y, x, a["dy"].reshape(y.shape))
         return {"result": [dx]}
 
@@ -95,6 +102,7 @@ def add_forward(rng):
     x, weight, bias, columns = operands(rng)
     residual = torch.randn(x.shape).to(x.dtype)
     args = {"x": x, "residual": residual, "weight": weight, "columns": columns, "eps": EPS}
+    args |= rng.choice(CENTERED)
     is_rms = rng.random() < 0.5
     if not is_rms:
         args["bias"] = rng.choice((bias, None))
@@ -103,7 +111,8 @@ def add_forward(rng):
         if a["x"].numel() != a["residual"].numel():
             raise ValueError("must be refused")
         total = a["x"].reshape(-1) + a["residual"].reshape(-1)
-        y = normed(total, a["weight"], a.get("bias"), a["columns"], a["eps"], is_rms)
+        option = a.get("zero_centered_gamma", False)
+        y = normed(total, a["weight"], a.get("bias"), a["columns"], a["eps"], is_rms, option)
         return {"result": [y, total]}
 
     def run(**args):

@@ -1,8 +1,10 @@
 // One row of layer normalization and of its gradient, for every op that has such rows.
 //
-//   xhat = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps),  y = xhat * weight + bias
-//   g = dy * weight,  dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+//   xhat = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps),  y = xhat * scale + bias
+//   g = dy * scale,  dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
+//
+// where scale is the weight, or 1 + weight if that is zero-centred.
 //
 // Ba, Kiros & Hinton 2016 (https://arxiv.org/abs/1607.06450). Mean and variance are taken in one
 // pass over x - pivot, for a pivot near the mean: E[x^2] - E[x]^2 loses every digit once the mean
@@ -57,7 +59,7 @@ APEX_HD void layer_norm_row(R& row, const View& values, const Affine<W, T>& affi
   auto [mu, r] = layer_statistics(row, values, eps);
   row.each(
       [=, mu = mu, r = r](T& y, T x, T w, T b) {
-        y = (x - mu) * r * affine.weight_or_one(w) + affine.bias_or_zero(b);
+        y = (x - mu) * r * affine.scale(w) + affine.bias_or_zero(b);
       },
       row.out(y), values, row.shared(affine.weight), row.shared(affine.bias));
   row.once([&, mu = mu, r = r] {
@@ -72,17 +74,17 @@ APEX_HD void layer_norm_row(R& row, const View& values, const Affine<W, T>& affi
 template <class T, class W, bool kFromOutput>
 struct LayerGradient {
   Affine<W, T> affine;
-  T mean, rstd, smallest_weight;  // the latter: see Affine::undo
+  T mean, rstd, smallest_scale;  // the latter: see Affine::undo
 
   APEX_HD T xhat(T saved, T w, T b) const {
-    if constexpr (kFromOutput) return affine.undo(saved, w, b, smallest_weight);
+    if constexpr (kFromOutput) return affine.undo(saved, w, b, smallest_scale);
     return (saved - mean) * rstd;
   }
 
   // Terms of the sums over the row of g and g * xhat.
   APEX_HD auto row_terms() const {
     return [at = *this](T dy, T saved, T w, T b) {
-      T g = dy * at.affine.weight_or_one(w);
+      T g = dy * at.affine.scale(w);
       return Array<T, 2>{{g, g * at.xhat(saved, w, b)}};
     };
   }
@@ -98,7 +100,7 @@ struct LayerGradient {
   APEX_HD auto dx(const Array<T, 2>& sums, int64_t columns) const {
     T mean_g = sums[0] / columns, mean_g_xhat = sums[1] / columns;
     return [=, at = *this](T dy, T saved, T w, T b) {
-      T g = dy * at.affine.weight_or_one(w);
+      T g = dy * at.affine.scale(w);
       return at.rstd * (g - mean_g - at.xhat(saved, w, b) * mean_g_xhat);
     };
   }

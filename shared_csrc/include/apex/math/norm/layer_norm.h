@@ -42,16 +42,16 @@ struct LayerNormBackward {
   const W* dy;         // [rows, columns]
   const Saved* saved;  // [rows, columns]
   Affine<W, T> affine;
-  const T* mean;      // [rows]; null when kFromOutput
-  const T* rstd;      // [rows]
-  X* dx;              // [rows, columns]
-  W* dweight;         // [columns]
-  W* dbias;           // [columns]
-  T smallest_weight;  // see Affine::undo
+  const T* mean;     // [rows]; null when kFromOutput
+  const T* rstd;     // [rows]
+  X* dx;             // [rows, columns]
+  W* dweight;        // [columns]
+  W* dbias;          // [columns]
+  T smallest_scale;  // see Affine::undo
 
   template <class R>
   APEX_HD LayerGradient<T, W, kFromOutput> gradient(const R& row) const {
-    return {affine, kFromOutput ? T(0) : mean[row.index()], rstd[row.index()], smallest_weight};
+    return {affine, kFromOutput ? T(0) : mean[row.index()], rstd[row.index()], smallest_scale};
   }
 
   template <class R>

@@ -1,8 +1,10 @@
 // One row of root-mean-square normalization and of its gradient, for every op that has such rows.
 //
-//   xhat = x * rstd,  rstd = 1 / sqrt(mean(x^2) + eps),  y = xhat * weight
-//   g = dy * weight,  dx = rstd * (g - xhat * mean(g * xhat))
+//   xhat = x * rstd,  rstd = 1 / sqrt(mean(x^2) + eps),  y = xhat * scale
+//   g = dy * scale,  dx = rstd * (g - xhat * mean(g * xhat))
 //   dweight = sum over rows of dy * xhat
+//
+// where scale is the weight, or 1 + weight if that is zero-centred.
 //
 // Zhang & Sennrich 2019 (https://arxiv.org/abs/1910.07467).
 #pragma once
@@ -19,7 +21,7 @@ APEX_HD void rms_norm_row(R& row, const View& values, const Affine<W, T>& affine
                           T* rstd) {
   T mean_square = row.sum([](T x) { return x * x; }, values) / row.columns();
   T r = T(1) / std::sqrt(mean_square + eps);
-  row.each([=](T& y, T x, T w) { y = x * r * affine.weight_or_one(w); }, row.out(y), values,
+  row.each([=](T& y, T x, T w) { y = x * r * affine.scale(w); }, row.out(y), values,
            row.shared(affine.weight));
   row.once([&] { rstd[row.index()] = r; });
 }
@@ -30,17 +32,17 @@ APEX_HD void rms_norm_row(R& row, const View& values, const Affine<W, T>& affine
 template <class T, class W, bool kFromOutput>
 struct RmsGradient {
   Affine<W, T> affine;
-  T rstd, smallest_weight;  // the latter: see Affine::undo
+  T rstd, smallest_scale;  // the latter: see Affine::undo
 
   APEX_HD T xhat(T saved, T w) const {
-    if constexpr (kFromOutput) return affine.undo(saved, w, T(0), smallest_weight);
+    if constexpr (kFromOutput) return affine.undo(saved, w, T(0), smallest_scale);
     return saved * rstd;
   }
 
   // Terms of the sum over the row of g * xhat.
   APEX_HD auto row_terms() const {
     return [at = *this](T dy, T saved, T w) {
-      return Array<T, 1>{{dy * at.affine.weight_or_one(w) * at.xhat(saved, w)}};
+      return Array<T, 1>{{dy * at.affine.scale(w) * at.xhat(saved, w)}};
     };
   }
 
@@ -53,7 +55,7 @@ struct RmsGradient {
   APEX_HD auto dx(const Array<T, 1>& sums, int64_t columns) const {
     T mean_g_xhat = sums[0] / columns;
     return [=, at = *this](T dy, T saved, T w) {
-      T g = dy * at.affine.weight_or_one(w);
+      T g = dy * at.affine.scale(w);
       return at.rstd * (g - at.xhat(saved, w) * mean_g_xhat);
     };
   }

@@ -42,14 +42,14 @@ struct RmsNormBackward {
   const W* dy;         // [rows, columns]
   const Saved* saved;  // [rows, columns]
   Affine<W, T> affine;
-  const T* rstd;      // [rows]
-  X* dx;              // [rows, columns]
-  W* dweight;         // [columns]
-  T smallest_weight;  // see Affine::undo
+  const T* rstd;     // [rows]
+  X* dx;             // [rows, columns]
+  W* dweight;        // [columns]
+  T smallest_scale;  // see Affine::undo
 
   template <class R>
   APEX_HD RmsGradient<T, W, kFromOutput> gradient(const R& row) const {
-    return {affine, rstd[row.index()], smallest_weight};
+    return {affine, rstd[row.index()], smallest_scale};
   }
 
   template <class R>

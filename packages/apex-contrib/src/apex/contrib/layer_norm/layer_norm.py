@@ -31,6 +31,8 @@ class FastLayerNorm(nn.Module):
         memory_efficient: keep the output for the backward instead of the input, which is recovered
             as ``(y - b) / w``, with a divisor of at least ``eps``. Its gradients cannot be
             differentiated again.
+        zero_centered_gamma: multiply by ``1 + w``, and start from a ``w`` of zeros. The sum is
+            formed in what rows are computed in, so small changes of a 16-bit weight count.
 
     Input is float64, float32, float16 or bfloat16, of any layout; computed in float32 at least. The
     output has the dtype of the weight. Autocast casts all to its dtype, but float64.
@@ -46,7 +48,16 @@ class FastLayerNorm(nn.Module):
         torch.Size([2, 5, 768])
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
+    zero_centered_gamma = False  # of modules in pickles of Apex's
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        memory_efficient: bool = False,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
         super().__init__()
         if hidden_size < 1 or eps < 0:
             raise ValueError(
@@ -54,18 +65,23 @@ class FastLayerNorm(nn.Module):
                 f"and {eps}."
             )
         self.epsilon, self.memory_efficient = eps, memory_efficient
+        self.zero_centered_gamma = zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.bias = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to ones and the bias to zeros."""
-        nn.init.ones_(self.weight)
+        """Set the weight to ones, or to zeros if it is zero-centred, and the bias to zeros."""
+        (nn.init.zeros_ if self.zero_centered_gamma else nn.init.ones_)(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` ``[..., hidden_size]``."""
-        return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)
+        options, centered = (self.epsilon, self.memory_efficient), self.zero_centered_gamma
+        return _fast_layer_norm(x, self.weight, self.bias, *options, zero_centered_gamma=centered)
+
+    def extra_repr(self) -> str:
+        return "zero_centered_gamma=True" if self.zero_centered_gamma else ""
 
 
 class FastLayerNormFN:
@@ -73,25 +89,49 @@ class FastLayerNormFN:
 
     @staticmethod
     def apply(
-        x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        epsilon: float,
+        memory_efficient: bool = False,
+        *,
+        zero_centered_gamma: bool = False,
     ) -> Tensor:
         """Normalize ``x`` ``[..., H]`` with ``gamma`` and ``beta`` ``[H]``."""
         _check(x, gamma, beta, epsilon)
         dtype = torch.promote_types(x.dtype, gamma.dtype)
         rows = as_rows(x, 1)
         call = formula.from_output if memory_efficient else formula.layer_norm
-        y = call(exact(rows, dtype), exact(gamma, dtype), exact(beta, dtype), float(epsilon))
+        options = (float(epsilon), zero_centered_gamma)
+        y = call(exact(rows, dtype), exact(gamma, dtype), exact(beta, dtype), *options)
         y = y if rows is x else y.reshape(x.shape)
         return y if y.dtype == gamma.dtype else y.to(gamma.dtype)
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return FastLayerNormFN.apply(*arguments)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        epsilon: float,
+        memory_efficient: bool = False,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> Tensor:
+        """:meth:`apply`, in whose signature Megatron looks for ``memory_efficient``."""
+        return FastLayerNormFN.apply(
+            x, gamma, beta, epsilon, memory_efficient, zero_centered_gamma=zero_centered_gamma
+        )
 
 
 def _fast_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    epsilon: float,
+    memory_efficient: bool = False,
+    *,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """Normalize the last dimension; see :class:`FastLayerNorm`.
 
@@ -99,7 +139,10 @@ def _fast_layer_norm(
         TypeError: a dtype is not one of those of the class, or weight's and bias's differ.
         ValueError: shapes or devices do not fit, or ``epsilon`` is negative.
     """
-    return FastLayerNormFN.apply(*autocast(x, weight, bias), epsilon, memory_efficient)
+    operands = autocast(x, weight, bias)
+    return FastLayerNormFN.apply(
+        *operands, epsilon, memory_efficient, zero_centered_gamma=zero_centered_gamma
+    )
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:

@@ -11,7 +11,7 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const Tensor& residual,
                                                         const Tensor& weight, int64_t columns,
-                                                        double eps) {
+                                                        double eps, bool zero_centered_gamma) {
   Operands o("add_rms_norm_forward", x, residual, weight, columns);
   Tensor y = empty_like(x, x.scalar_type()), sum = empty_like(x, residual.scalar_type());
   Tensor rstd = o.statistics();
@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const T
     rowwise(context, o.rows, columns,
             AddRmsNormForward<X, S, W>{
                 {data<X>(x, "x"), data<S>(residual, "residual"), data<S>(sum, "sum")},
-                o.affine<W, T>(std::nullopt),
+                o.affine<W, T>(std::nullopt, zero_centered_gamma),
                 data<X>(y, "y"),
                 data<T>(rstd, "rstd"),
                 static_cast<T>(eps)});
@@ -33,7 +33,8 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy_of_any
                                                          const OptionalTensor& dsum,
                                                          const Tensor& sum, const Tensor& weight,
                                                          const Tensor& rstd, int64_t columns,
-                                                         bool weight_grads) {
+                                                         bool weight_grads,
+                                                         bool zero_centered_gamma) {
   const char* op = "add_rms_norm_backward";
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);
@@ -46,10 +47,11 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy_of_any
     using T = compute_t<X>;
     dispatch_bool(dsum.has_value(), [&]<bool kHasSumGrad>() {
       using Program = AddRmsNormBackward<X, S, W, kHasSumGrad>;
-      rowwise_colwise(context, o.rows, o.columns, weight_grads,
-                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), o.affine<W, T>(std::nullopt),
-                              data<T>(rstd, "rstd"), grads.template pointers<X, S, kHasSumGrad>(),
-                              data<W>(dweight, "dweight")});
+      rowwise_colwise(
+          context, o.rows, o.columns, weight_grads,
+          Program{data<X>(dy, "dy"), data<S>(sum, "sum"),
+                  o.affine<W, T>(std::nullopt, zero_centered_gamma), data<T>(rstd, "rstd"),
+                  grads.template pointers<X, S, kHasSumGrad>(), data<W>(dweight, "dweight")});
     });
   });
   return {grads.dresidual, grads.dx, dweight};

@@ -17,28 +17,34 @@ from ..fused_layer_norm import formulas as norms
 from . import ops
 
 
-def _layer_norm_reference(x, residual, weight, bias, columns, eps):
-    total = (x + residual).to(residual.dtype)
-    y, mean, rstd = norms.layer_norm_reference(total, weight, bias, columns, eps, x.dtype)
+def _layer_norm_reference(x, residual, weight, bias, columns, eps, zero_centered_gamma=False):
+    total, options = (x + residual).to(residual.dtype), (columns, eps, zero_centered_gamma)
+    y, mean, rstd = norms.layer_norm_reference(total, weight, bias, *options, out_dtype=x.dtype)
     return y, total, mean, rstd
 
 
-def _rms_norm_reference(x, residual, weight, columns, eps):
-    total = (x + residual).to(residual.dtype)
-    y, rstd = norms.rms_norm_reference(total, weight, columns, eps, x.dtype)
+def _rms_norm_reference(x, residual, weight, columns, eps, zero_centered_gamma=False):
+    total, options = (x + residual).to(residual.dtype), (columns, eps, zero_centered_gamma)
+    y, rstd = norms.rms_norm_reference(total, weight, *options, out_dtype=x.dtype)
     return y, total, rstd
 
 
-def _layer_norm_backward(dy, dsum, sum, weight, mean, rstd, columns, weight_grads):
+def _layer_norm_backward(
+    dy, dsum, sum, weight, mean, rstd, columns, weight_grads, zero_centered_gamma=False
+):
     grad, rows = (norms.wide_rows(t, sum, columns=columns) for t in (dy, sum))
-    dx, *terms = norms.layer_norm_gradients(grad, *norms.normalized(rows, rstd, True), weight)
+    at = norms.normalized(rows, rstd, True)
+    dx, *terms = norms.layer_norm_gradients(grad, *at, weight, zero_centered_gamma)
     weights = (norms.sums(t, weight.dtype, weight_grads) for t in terms)
     return *_of_terms(dx, dy, dsum, sum), *weights
 
 
-def _rms_norm_backward(dy, dsum, sum, weight, rstd, columns, weight_grads):
+def _rms_norm_backward(
+    dy, dsum, sum, weight, rstd, columns, weight_grads, zero_centered_gamma=False
+):
     grad, rows = (norms.wide_rows(t, sum, columns=columns) for t in (dy, sum))
-    dx, terms = norms.rms_norm_gradients(grad, *norms.normalized(rows, rstd, False), weight)
+    at = norms.normalized(rows, rstd, False)
+    dx, terms = norms.rms_norm_gradients(grad, *at, weight, zero_centered_gamma)
     return *_of_terms(dx, dy, dsum, sum), norms.sums(terms, weight.dtype, weight_grads)
 
 
@@ -61,7 +67,7 @@ add_layer_norm = Formula(
     ops.add_layer_norm_forward,
     ops.add_layer_norm_backward,
     _layer_norm_reference,
-    saves=("sum", "weight", "mean", "rstd", "columns"),
+    saves=("sum", "weight", "mean", "rstd", "columns", "zero_centered_gamma"),
     grads=("residual", "x", "weight", "bias"),
     shared=("weight", "bias"),
     plain_backward=_layer_norm_backward,
@@ -72,7 +78,7 @@ add_rms_norm = Formula(
     ops.add_rms_norm_forward,
     ops.add_rms_norm_backward,
     _rms_norm_reference,
-    saves=("sum", "weight", "rstd", "columns"),
+    saves=("sum", "weight", "rstd", "columns", "zero_centered_gamma"),
     grads=("residual", "x", "weight"),
     shared=("weight",),
     plain_backward=_rms_norm_backward,
@@ -87,18 +93,19 @@ def run(
     residual: Tensor,
     parameters: tuple[Tensor | None, ...],
     eps: float,
+    zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return y and the sum of checked operands, cast to dtypes for which there is a kernel; all
     casts are exact.
     """
     weight = parameters[0]
-    dims, columns = weight.dim(), weight.numel()
+    dims, options = weight.dim(), (weight.numel(), eps, zero_centered_gamma)
     if x.dtype == residual.dtype == weight.dtype and dims == 1 < x.dim():  # fewer questions
         vectors = [p if p is None else p.contiguous() for p in parameters]
-        return formula(x.contiguous(), residual.contiguous(), *vectors, columns, eps)
+        return formula(x.contiguous(), residual.contiguous(), *vectors, *options)
     total = torch.promote_types(x.dtype, residual.dtype)
     wide = x.dtype if x.dtype == total == weight.dtype else statistics_dtype(x.dtype)
     rows, others = as_rows(x, dims), as_rows(residual, dims)
     vectors = [as_vector(p, wide) for p in parameters]
-    y, total = formula(exact(rows), exact(others, total), *vectors, columns, eps)
+    y, total = formula(exact(rows), exact(others, total), *vectors, *options)
     return (y, total) if rows is x else (y.reshape(x.shape), total.reshape(x.shape))

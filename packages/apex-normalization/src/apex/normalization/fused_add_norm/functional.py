@@ -17,6 +17,7 @@ def fused_add_layer_norm(
     eps: float = 1e-6,
     *,
     prenorm: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Layer normalization of a residual connection's sum, in one pass over memory.
 
@@ -39,6 +40,8 @@ def fused_add_layer_norm(
         bias: like ``weight``, or None for zero.
         eps: added to the biased variance, in units of ``s ** 2``; ``>= 0``.
         prenorm: return the sum, too: the residual of the next layer.
+        zero_centered_gamma: multiply by ``1 + weight``, as
+            :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine` does.
 
     Returns:
         ``y``, shape and dtype of ``x``; with ``prenorm`` ``(y, s)``, where ``s`` has the wider
@@ -59,12 +62,18 @@ def fused_add_layer_norm(
         torch.Size([4, 64])
     """
     check_add_operands("fused_add_layer_norm", x, residual, weight, bias, eps)
-    y, total = run(add_layer_norm, x, residual, (weight, bias), eps)
+    y, total = run(add_layer_norm, x, residual, (weight, bias), eps, zero_centered_gamma)
     return (y, total) if prenorm else y
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float | None = 1e-6, *, prenorm: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float | None = 1e-6,
+    *,
+    prenorm: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""RMS normalization of a residual connection's sum, in one pass over memory.
 
@@ -80,5 +89,5 @@ def fused_add_rms_norm(
     """
     eps = rms_eps(x, eps)
     check_add_operands("fused_add_rms_norm", x, residual, weight, None, eps)
-    y, total = run(add_rms_norm, x, residual, (weight,), eps)
+    y, total = run(add_rms_norm, x, residual, (weight,), eps, zero_centered_gamma)
     return (y, total) if prenorm else y

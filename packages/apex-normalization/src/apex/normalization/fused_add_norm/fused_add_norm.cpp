@@ -9,11 +9,9 @@ namespace apex::normalization {
 inline namespace APEX_BACKEND_NS {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& x,
-                                                                  const Tensor& residual,
-                                                                  const Tensor& weight,
-                                                                  const OptionalTensor& bias,
-                                                                  int64_t columns, double eps) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(
+    const Tensor& x, const Tensor& residual, const Tensor& weight, const OptionalTensor& bias,
+    int64_t columns, double eps, bool zero_centered_gamma) {
   Operands o("add_layer_norm_forward", x, residual, weight, columns);
   check_tensors(o.op, {{"bias", bias}});
   if (bias) check_like(o.op, "bias", *bias, columns, weight.scalar_type(), x);
@@ -25,7 +23,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& 
     rowwise(context, o.rows, columns,
             AddLayerNormForward<X, S, W>{
                 {data<X>(x, "x"), data<S>(residual, "residual"), data<S>(sum, "sum")},
-                o.affine<W, T>(bias),
+                o.affine<W, T>(bias, zero_centered_gamma),
                 data<X>(y, "y"),
                 data<T>(mean, "mean"),
                 data<T>(rstd, "rstd"),
@@ -37,7 +35,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(const Tensor& 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     const Tensor& dy_of_any_layout, const OptionalTensor& dsum, const Tensor& sum,
     const Tensor& weight, const Tensor& mean, const Tensor& rstd, int64_t columns,
-    bool weight_grads) {
+    bool weight_grads, bool zero_centered_gamma) {
   const char* op = "add_layer_norm_backward";
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);
@@ -52,11 +50,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
     using T = compute_t<X>;
     dispatch_bool(dsum.has_value(), [&]<bool kHasSumGrad>() {
       using Program = AddLayerNormBackward<X, S, W, kHasSumGrad>;
-      rowwise_colwise(context, o.rows, o.columns, weight_grads,
-                      Program{data<X>(dy, "dy"), data<S>(sum, "sum"), o.affine<W, T>(std::nullopt),
-                              data<T>(mean, "mean"), data<T>(rstd, "rstd"),
-                              grads.template pointers<X, S, kHasSumGrad>(),
-                              data<W>(dweight, "dweight"), data<W>(dbias, "dbias")});
+      rowwise_colwise(
+          context, o.rows, o.columns, weight_grads,
+          Program{data<X>(dy, "dy"), data<S>(sum, "sum"),
+                  o.affine<W, T>(std::nullopt, zero_centered_gamma), data<T>(mean, "mean"),
+                  data<T>(rstd, "rstd"), grads.template pointers<X, S, kHasSumGrad>(),
+                  data<W>(dweight, "dweight"), data<W>(dbias, "dbias")});
     });
   });
   return {grads.dresidual, grads.dx, dweight, dbias};

@@ -17,10 +17,17 @@ from .._shared.native.operands import statistics_dtype
 
 @library.define(
     "add_layer_norm_forward(Tensor x, Tensor residual, Tensor weight, Tensor? bias, int columns, "
-    "float eps) -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)"
+    "float eps, bool zero_centered_gamma=False)"
+    " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)"
 )
 def add_layer_norm_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, columns: int, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    eps: float,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``sum = x + residual; y = (sum - mean) * rstd * weight + bias`` over ``columns`` elements.
 
@@ -29,6 +36,8 @@ def add_layer_norm_forward(
         weight, bias: ``columns`` elements of one dtype; without ``bias`` it is 0.
         columns: elements that are normalized together.
         eps: added to the biased variance, in units of ``sum ** 2``.
+        zero_centered_gamma: ``1 + weight`` stands in the place of ``weight``, summed in the
+            statistics' dtype.
 
     Returns:
         y: shape and dtype of ``x``.
@@ -43,7 +52,7 @@ def add_layer_norm_forward(
 
 @library.define(
     "add_layer_norm_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor weight, Tensor mean, "
-    "Tensor rstd, int columns, bool weight_grads)"
+    "Tensor rstd, int columns, bool weight_grads, bool zero_centered_gamma=False)"
     " -> (Tensor dresidual, Tensor dx, Tensor dweight, Tensor dbias)"
 )
 def add_layer_norm_backward(
@@ -55,6 +64,7 @@ def add_layer_norm_backward(
     rstd: Tensor,
     columns: int,
     weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`add_layer_norm_forward`.
 
@@ -62,7 +72,7 @@ def add_layer_norm_backward(
         dy: gradient of ``y``, in its shape and dtype.
         dsum: gradient of ``sum``, in its shape and dtype, or None for zero.
         sum, mean, rstd: as returned by the forward.
-        weight, columns: as given to the forward.
+        weight, columns, zero_centered_gamma: as given to the forward.
         weight_grads: compute ``dweight`` and ``dbias``, too.
 
     Returns:
@@ -80,11 +90,16 @@ def add_layer_norm_backward(
 
 
 @library.define(
-    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor weight, int columns, float eps)"
-    " -> (Tensor y, Tensor sum, Tensor rstd)"
+    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor weight, int columns, float eps, "
+    "bool zero_centered_gamma=False) -> (Tensor y, Tensor sum, Tensor rstd)"
 )
 def add_rms_norm_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, columns: int, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    columns: int,
+    eps: float,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sum = x + residual; y = sum * rstd * weight`` with ``rstd = 1 / sqrt(mean(sum**2) + eps)``.
 
@@ -98,7 +113,8 @@ def add_rms_norm_forward(
 
 @library.define(
     "add_rms_norm_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor weight, Tensor rstd, "
-    "int columns, bool weight_grads) -> (Tensor dresidual, Tensor dx, Tensor dweight)"
+    "int columns, bool weight_grads, bool zero_centered_gamma=False)"
+    " -> (Tensor dresidual, Tensor dx, Tensor dweight)"
 )
 def add_rms_norm_backward(
     dy: Tensor,
@@ -108,6 +124,7 @@ def add_rms_norm_backward(
     rstd: Tensor,
     columns: int,
     weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`add_rms_norm_forward`; see :func:`add_layer_norm_backward`."""
     return *_input_grads(dy, sum), _column_sums(weight, columns, weight_grads)

@@ -58,9 +58,9 @@ struct Operands {
     check_like(op, name, tensor, rows, statistics_dtype(x), x);
   }
   template <class W, class T>
-  Affine<W, T> affine(const OptionalTensor& bias) const {
+  Affine<W, T> affine(const OptionalTensor& bias, bool zero_centered_gamma) const {
     auto pointer = [](const Tensor& tensor) { return static_cast<const W*>(tensor.data_ptr()); };
-    return {pointer(weight), pointer(bias.value_or(weight)), ValueOr<T>(true, T(1)),
+    return {pointer(weight), pointer(bias.value_or(weight)), Scale<T>(true, zero_centered_gamma),
             ValueOr<T>(bias.has_value(), T(0))};
   }
   Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x)); }

@@ -1,7 +1,8 @@
 """The ``...Function`` classes of Apex: ``apply`` and, for its signature, ``forward``.
 
 Plain classes: torch's compiler and ``torch.func`` see the functions behind them. ``forward`` has
-the arguments of Apex's, ``memory_efficient`` among them, which Megatron looks for.
+the arguments of Apex's, ``memory_efficient`` among them, which Megatron looks for. What is new is
+by keyword only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from .functional import Shape, run_layer_norm, run_rms_norm
 
 class _Names:
     @classmethod
-    def apply(cls, *arguments: Any) -> Tensor:
+    def apply(cls, *arguments: Any, **options: Any) -> Tensor:
         """Call the function, with our kernels at every size; autocast changes nothing."""
-        return cls.forward(None, *arguments)
+        return cls.forward(None, *arguments, **options)
 
 
 class FusedLayerNormAffineFunction(_Names):
@@ -32,10 +33,11 @@ class FusedLayerNormAffineFunction(_Names):
         normalized_shape: Shape,
         eps: float,
         memory_efficient: bool = False,
+        *,
+        zero_centered_gamma: bool = False,
     ) -> Tensor:
-        return run_layer_norm(
-            "fused_layer_norm_affine", input, weight, bias, normalized_shape, eps, memory_efficient
-        )
+        name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
+        return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -50,11 +52,12 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         normalized_shape: Shape,
         eps: float,
         memory_efficient: bool = False,
+        *,
+        zero_centered_gamma: bool = False,
     ) -> Tensor:
         name = "mixed_dtype_fused_layer_norm_affine"
-        return run_layer_norm(
-            name, input, weight, bias, normalized_shape, eps, memory_efficient, mixed=True
-        )
+        options = (memory_efficient, True, zero_centered_gamma)
+        return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
 
 class FusedLayerNormFunction(_Names):
@@ -84,10 +87,11 @@ class FusedRMSNormAffineFunction(_Names):
         normalized_shape: Shape,
         eps: float | None,
         memory_efficient: bool = False,
+        *,
+        zero_centered_gamma: bool = False,
     ) -> Tensor:
-        return run_rms_norm(
-            "fused_rms_norm_affine", input, weight, normalized_shape, eps, memory_efficient
-        )
+        name, options = "fused_rms_norm_affine", (memory_efficient, False, zero_centered_gamma)
+        return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -101,11 +105,12 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
         normalized_shape: Shape,
         eps: float | None,
         memory_efficient: bool = False,
+        *,
+        zero_centered_gamma: bool = False,
     ) -> Tensor:
         name = "mixed_dtype_fused_rms_norm_affine"
-        return run_rms_norm(
-            name, input, weight, normalized_shape, eps, memory_efficient, mixed=True
-        )
+        options = (memory_efficient, True, zero_centered_gamma)
+        return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
 
 
 class FusedRMSNormFunction(_Names):

@@ -58,7 +58,7 @@ def mixed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
                 f"{name} has a weight by definition: its result takes the weight's dtype. For "
                 f"elementwise_affine=False use {name.removeprefix('Mixed')}."
             )
-    meant = ("bias", "device", "dtype", "sequence_parallel_enabled")
+    meant = ("bias", "device", "dtype", "sequence_parallel_enabled", "zero_centered_gamma")
     known = {key: options[key] for key in meant if key in options}
     ignored = sorted(options.keys() - known.keys() - {"elementwise_affine"})
     if ignored:
@@ -127,23 +127,26 @@ def check_operands(
             )
 
 
-def check_recoverable(name: str, weight: Tensor | None) -> None:
-    """Raise ValueError where an input cannot be recovered from the output: a weight is zero.
+def check_recoverable(name: str, weight: Tensor | None, zero_centered_gamma: bool = False) -> None:
+    """Raise ValueError where an input cannot be recovered from the output: it is multiplied by 0.
 
     Call it where a gradient is wanted. It checks weights on the CPU, outside of compilation; on a
     GPU the host would have to wait for them.
     """
     if weight is None or torch.compiler.is_compiling():
         return
-    if type(weight) not in (Tensor, nn.Parameter) or weight.device.type != "cpu" or weight.all():
+    if type(weight) not in (Tensor, nn.Parameter) or weight.device.type != "cpu":
+        return
+    if (weight != -1 if zero_centered_gamma else weight).all():
         return
     if not kernels_serve():  # plain PyTorch keeps the input
         return
-    where = (weight == 0).nonzero()
+    erasing = -1 if zero_centered_gamma else 0
+    where = (weight == erasing).nonzero()
     raise ValueError(
-        f"{name}: weight{where[0].tolist()} is 0 ({len(where)} of {weight.numel()} are), which "
-        "leaves nothing of its input in the output: memory_efficient=True cannot recover it for "
-        "the backward. Use memory_efficient=False, or start from weights other than 0."
+        f"{name}: weight{where[0].tolist()} is {erasing} ({len(where)} of {weight.numel()} are), "
+        "which leaves nothing of its input in the output: memory_efficient=True cannot recover it "
+        f"for the backward. Use memory_efficient=False, or start from weights other than {erasing}."
     )
 
 

@@ -25,6 +25,8 @@ def layer_norm_reference(
     bias: Tensor | None,
     columns: int,
     eps: float,
+    zero_centered_gamma: bool = False,
+    *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What ``layer_norm_forward`` does, in plain PyTorch; y in ``out_dtype``."""
@@ -32,7 +34,8 @@ def layer_norm_reference(
     mean = rows.mean(-1, keepdim=True)
     deviation = rows - mean
     rstd = torch.rsqrt(deviation.square().mean(-1, keepdim=True) + eps)
-    y = _affine(deviation * rstd, weight, bias, out_dtype or _output_dtype(x, weight))
+    y = _affine(deviation * rstd, weight, bias, zero_centered_gamma)
+    y = y.to(out_dtype or _output_dtype(x, weight))
     return _like(y, x, columns), *_statistics(x, mean, rstd)
 
 
@@ -41,29 +44,40 @@ def rms_norm_reference(
     weight: Tensor | None,
     columns: int,
     eps: float,
+    zero_centered_gamma: bool = False,
+    *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What ``rms_norm_forward`` does, in plain PyTorch; y in ``out_dtype``."""
     rows = _wide(_rows(x, columns), x, weight)
     rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-    y = _affine(rows * rstd, weight, None, out_dtype or _output_dtype(x, weight))
+    y = _affine(rows * rstd, weight, None, zero_centered_gamma)
+    y = y.to(out_dtype or _output_dtype(x, weight))
     return _like(y, x, columns), *_statistics(x, rstd)
 
 
 def layer_norm_gradients(
-    dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor | None
+    dy: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and each row's terms of dweight and dbias, from normalized rows; all are wide."""
-    g = dy if weight is None else dy * weight.reshape(-1).to(dy.dtype)
+    g = _affine(dy, weight, None, zero_centered_gamma)
     dx = rstd * (g - g.mean(1, keepdim=True) - xhat * (g * xhat).mean(1, keepdim=True))
     return dx, dy * xhat, dy
 
 
 def rms_norm_gradients(
-    dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor | None
+    dy: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    zero_centered_gamma: bool,
 ) -> tuple[Tensor, Tensor]:
     """The same without a mean: dx, and each row's terms of dweight."""
-    g = dy if weight is None else dy * weight.reshape(-1).to(dy.dtype)
+    g = _affine(dy, weight, None, zero_centered_gamma)
     return rstd * (g - xhat * (g * xhat).mean(1, keepdim=True)), dy * xhat
 
 
@@ -85,29 +99,38 @@ def sums(terms: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
     return terms.sum(0).to(dtype) if wanted else terms.new_empty([0], dtype=dtype)
 
 
-def _layer_norm_backward(dy, x, weight, mean, rstd, columns, weight_grads):
+def _layer_norm_backward(
+    dy, x, weight, mean, rstd, columns, weight_grads, zero_centered_gamma=False
+):
     grad, rows = (wide_rows(t, x, dy, columns=columns) for t in (dy, x))
-    dx, *terms = layer_norm_gradients(grad, *normalized(rows, rstd, True), weight)
+    at = normalized(rows, rstd, True)
+    dx, *terms = layer_norm_gradients(grad, *at, weight, zero_centered_gamma)
     return dx.to(x.dtype).reshape(x.shape), *(sums(t, dy.dtype, weight_grads) for t in terms)
 
 
-def _rms_norm_backward(dy, x, weight, rstd, columns, weight_grads):
+def _rms_norm_backward(dy, x, weight, rstd, columns, weight_grads, zero_centered_gamma=False):
     grad, rows = (wide_rows(t, x, dy, columns=columns) for t in (dy, x))
-    dx, terms = rms_norm_gradients(grad, *normalized(rows, rstd, False), weight)
+    at = normalized(rows, rstd, False)
+    dx, terms = rms_norm_gradients(grad, *at, weight, zero_centered_gamma)
     return dx.to(x.dtype).reshape(x.shape), sums(terms, dy.dtype, weight_grads)
 
 
-def _layer_norm_backward_from_output(dy, y, weight, bias, rstd, columns, eps, weight_grads):
+def _layer_norm_backward_from_output(
+    dy, y, weight, bias, rstd, columns, eps, weight_grads, zero_centered_gamma=False
+):
     grad, rows = (wide_rows(t, y, columns=columns) for t in (dy, y))
     rows = rows if bias is None else rows - bias.to(rows.dtype)
-    xhat = _undo(rows, weight, eps)
-    dx, *terms = layer_norm_gradients(grad, xhat, rstd[:, None], weight)
+    xhat = _undo(rows, weight, eps, zero_centered_gamma)
+    dx, *terms = layer_norm_gradients(grad, xhat, rstd[:, None], weight, zero_centered_gamma)
     return dx.to(y.dtype).reshape(y.shape), *(sums(t, dy.dtype, weight_grads) for t in terms)
 
 
-def _rms_norm_backward_from_output(dy, y, weight, rstd, columns, eps, weight_grads):
+def _rms_norm_backward_from_output(
+    dy, y, weight, rstd, columns, eps, weight_grads, zero_centered_gamma=False
+):
     grad, rows = (wide_rows(t, y, columns=columns) for t in (dy, y))
-    dx, terms = rms_norm_gradients(grad, _undo(rows, weight, eps), rstd[:, None], weight)
+    xhat = _undo(rows, weight, eps, zero_centered_gamma)
+    dx, terms = rms_norm_gradients(grad, xhat, rstd[:, None], weight, zero_centered_gamma)
     return dx.to(y.dtype).reshape(y.shape), sums(terms, dy.dtype, weight_grads)
 
 
@@ -130,10 +153,17 @@ def _wide(tensor: Tensor, *operands: Tensor | None) -> Tensor:
     return tensor.to(torch.float64 if is_double else torch.float32)
 
 
-def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    y = xhat if weight is None else xhat * weight.to(xhat.dtype)
-    y = y if bias is None else y + bias.to(xhat.dtype)
-    return y.to(dtype)
+def _affine(
+    xhat: Tensor, weight: Tensor | None, bias: Tensor | None, zero_centered_gamma: bool
+) -> Tensor:
+    y = xhat if weight is None else xhat * _scale(weight, xhat.dtype, zero_centered_gamma)
+    return y if bias is None else y + bias.to(xhat.dtype)
+
+
+def _scale(weight: Tensor, dtype: torch.dtype, zero_centered_gamma: bool) -> Tensor:
+    """What rows are multiplied by, one vector in ``dtype``."""
+    weight = weight.reshape(-1).to(dtype)
+    return 1 + weight if zero_centered_gamma else weight
 
 
 def _output_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -144,13 +174,13 @@ def _statistics(x: Tensor, *numbers: Tensor) -> list[Tensor]:
     return [n.reshape(-1).to(statistics_dtype(x.dtype)) for n in numbers]
 
 
-def _undo(y: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Divide by ``weight``, at least ``eps`` in magnitude; by 1 without one."""
+def _undo(y: Tensor, weight: Tensor | None, eps: float, zero_centered_gamma: bool) -> Tensor:
+    """Divide by the scale, at least ``eps`` in magnitude; by 1 without a weight."""
     if weight is None:
         return y
-    weight = weight.to(y.dtype)
+    scale = _scale(weight, y.dtype, zero_centered_gamma)
     smallest = max(eps, torch.finfo(y.dtype).tiny)
-    return y / torch.copysign(weight.abs().clamp(min=smallest), weight)
+    return y / torch.copysign(scale.abs().clamp(min=smallest), scale)
 
 
 layer_norm = Formula(
@@ -158,14 +188,14 @@ layer_norm = Formula(
     ops.layer_norm_forward,
     ops.layer_norm_backward,
     layer_norm_reference,
-    saves=("x", "weight", "mean", "rstd", "columns"),
+    saves=("x", "weight", "mean", "rstd", "columns", "zero_centered_gamma"),
     grads=("x", "weight", "bias"),
     rows={"x": 1},
     shared=("weight", "bias"),
     plain_backward=_layer_norm_backward,
 )
 layer_norm_from_output = layer_norm.from_output(
-    ("y", "weight", "bias", "rstd", "columns", "eps"),
+    ("y", "weight", "bias", "rstd", "columns", "eps", "zero_centered_gamma"),
     ops.layer_norm_backward_from_output,
     _layer_norm_backward_from_output,
 )
@@ -174,14 +204,14 @@ rms_norm = Formula(
     ops.rms_norm_forward,
     ops.rms_norm_backward,
     rms_norm_reference,
-    saves=("x", "weight", "rstd", "columns"),
+    saves=("x", "weight", "rstd", "columns", "zero_centered_gamma"),
     grads=("x", "weight"),
     rows={"x": 1},
     shared=("weight",),
     plain_backward=_rms_norm_backward,
 )
 rms_norm_from_output = rms_norm.from_output(
-    ("y", "weight", "rstd", "columns", "eps"),
+    ("y", "weight", "rstd", "columns", "eps", "zero_centered_gamma"),
     ops.rms_norm_backward_from_output,
     _rms_norm_backward_from_output,
 )
@@ -232,17 +262,17 @@ def run(
     parameters: tuple[Tensor | None, ...],
     shape: tuple[int, ...],
     eps: float,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """Normalize checked operands: as rows and vectors, in dtypes for which there is a kernel."""
-    weight, columns = parameters[0], math.prod(shape)
+    weight, options = parameters[0], (math.prod(shape), eps, zero_centered_gamma)
     out_dtype = _output_dtype(x, weight)
     if x.dtype == out_dtype and len(shape) == 1 < x.dim():  # as nearly always: fewer questions
         vectors = [p if p is None else p.contiguous() for p in parameters]
-        return formula(x.contiguous(), *vectors, columns, eps)
+        return formula(x.contiguous(), *vectors, *options)
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
     rows = as_rows(x, len(shape))
-    y = formula(
-        exact(rows, x_dtype), *[as_vector(p, weight_dtype) for p in parameters], columns, eps
-    )
+    vectors = [as_vector(p, weight_dtype) for p in parameters]
+    y = formula(exact(rows, x_dtype), *vectors, *options)
     y = y if rows is x else y.reshape(x.shape)
     return y if y.dtype == out_dtype else y.to(out_dtype)

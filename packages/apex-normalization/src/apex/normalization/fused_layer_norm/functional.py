@@ -23,6 +23,7 @@ def run_layer_norm(
     eps: float,
     memory_efficient: bool,
     mixed: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """Check operands and run our kernels, whatever their size; ``name`` is the caller's."""
     shape = as_shape(normalized_shape)
@@ -30,9 +31,9 @@ def run_layer_norm(
     formula = formulas.layer_norm
     if memory_efficient:
         if _wants_gradients(x, weight, bias):
-            check_recoverable(name, weight)
+            check_recoverable(name, weight, zero_centered_gamma)
         formula = formulas.layer_norm_from_output
-    return formulas.run(formula, x, (weight, bias), shape, eps)
+    return formulas.run(formula, x, (weight, bias), shape, eps, zero_centered_gamma)
 
 
 def run_rms_norm(
@@ -43,6 +44,7 @@ def run_rms_norm(
     eps: float | None,
     memory_efficient: bool,
     mixed: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """Check operands and run our kernels; ``name`` is the caller's."""
     shape, eps = as_shape(normalized_shape), rms_eps(x, eps)
@@ -50,9 +52,9 @@ def run_rms_norm(
     formula = formulas.rms_norm
     if memory_efficient:
         if _wants_gradients(x, weight):
-            check_recoverable(name, weight)
+            check_recoverable(name, weight, zero_centered_gamma)
         formula = formulas.rms_norm_from_output
-    return formulas.run(formula, x, (weight,), shape, eps)
+    return formulas.run(formula, x, (weight,), shape, eps, zero_centered_gamma)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -67,6 +69,8 @@ def fused_layer_norm_affine(
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
+    *,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     r"""Layer normalization over the last dimensions, with weight and bias, in one pass.
 
@@ -93,6 +97,9 @@ def fused_layer_norm_affine(
             where that is large. Where a weight is below ``eps``, the recovered ``xhat`` is too
             small. Where a weight is zero, ``xhat`` is lost: weights on the CPU then raise
             ValueError. Elsewhere, and in compiled code, such a weight gets no gradient.
+        zero_centered_gamma: multiply by ``1 + weight`` instead of ``weight``, here and in what is
+            said of weights above. The sum is formed in float32 (float64), so a bfloat16 weight of
+            0.001 counts, which 1.001 in bfloat16 would not.
 
     Returns:
         Shape and dtype of ``input``; contiguous. Under autocast everything is cast to the autocast
@@ -101,7 +108,7 @@ def fused_layer_norm_affine(
 
     Raises:
         ValueError: shapes or devices do not match, ``eps`` is negative, or a weight is zero with
-            ``memory_efficient``.
+            ``memory_efficient`` (-1 with ``zero_centered_gamma``).
         TypeError: dtypes are not floating point or differ.
         RuntimeError: with ``memory_efficient``, the gradient is differentiated again.
 
@@ -109,13 +116,14 @@ def fused_layer_norm_affine(
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
     if not memory_efficient:
-        y = native.layer_norm(input, weight, bias, normalized_shape, eps)
+        y = native.layer_norm(
+            input, weight, bias, normalized_shape, eps, False, zero_centered_gamma
+        )
         if y is not None:
             return y
     input, weight, bias = autocast(input, weight, bias)
-    return run_layer_norm(
-        "fused_layer_norm_affine", input, weight, bias, normalized_shape, eps, memory_efficient
-    )
+    name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
+    return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
 
 def fused_layer_norm(
@@ -142,6 +150,8 @@ def mixed_dtype_fused_layer_norm_affine(
     normalized_shape: Shape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
+    *,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """:func:`fused_layer_norm_affine` for weights of another dtype; the result has the weights'.
 
@@ -149,14 +159,13 @@ def mixed_dtype_fused_layer_norm_affine(
     input with float32 weights is read and written directly; other pairs cost a cast.
     """
     if not memory_efficient:
-        y = native.layer_norm(input, weight, bias, normalized_shape, eps, mixed=True)
+        y = native.layer_norm(input, weight, bias, normalized_shape, eps, True, zero_centered_gamma)
         if y is not None:
             return y
     input, weight, bias = autocast(input, weight, bias)
     name = "mixed_dtype_fused_layer_norm_affine"
-    return run_layer_norm(
-        name, input, weight, bias, normalized_shape, eps, memory_efficient, mixed=True
-    )
+    options = (memory_efficient, True, zero_centered_gamma)
+    return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
 
 def fused_rms_norm_affine(
@@ -165,6 +174,8 @@ def fused_rms_norm_affine(
     normalized_shape: Shape,
     eps: float | None = 1e-6,
     memory_efficient: bool = False,
+    *,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     r"""RMS normalization over the last dimensions, with a weight, in one pass.
 
@@ -172,15 +183,14 @@ def fused_rms_norm_affine(
 
     Arguments, results and errors are those of :func:`fused_layer_norm_affine`, without a bias.
     ``eps=None`` is machine epsilon as with ``torch.nn.functional.rms_norm``: float32's, or
-    float64's for float64 input.
+    float64's for float64 input. ``zero_centered_gamma=True`` makes it Gemma's norm.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
     input, weight = autocast(input, weight)
-    return run_rms_norm(
-        "fused_rms_norm_affine", input, weight, normalized_shape, eps, memory_efficient
-    )
+    name, options = "fused_rms_norm_affine", (memory_efficient, False, zero_centered_gamma)
+    return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
 
 
 def fused_rms_norm(
@@ -197,11 +207,14 @@ def mixed_dtype_fused_rms_norm_affine(
     normalized_shape: Shape,
     eps: float | None = 1e-6,
     memory_efficient: bool = False,
+    *,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` for a weight of another dtype; the result has the weight's."""
     input, weight = autocast(input, weight)
     name = "mixed_dtype_fused_rms_norm_affine"
-    return run_rms_norm(name, input, weight, normalized_shape, eps, memory_efficient, mixed=True)
+    options = (memory_efficient, True, zero_centered_gamma)
+    return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
 
 
 def manual_rms_norm(

@@ -29,10 +29,10 @@ int64_t rows_of(const char* op, const char* name, const Tensor& x, int64_t colum
 // `readable` has at least `columns` elements of W, or there are no rows.
 template <class W, class T>
 Affine<W, T> affine_of(const OptionalTensor& weight, const OptionalTensor& bias,
-                       const Tensor& readable) {
+                       bool zero_centered_gamma, const Tensor& readable) {
   auto pointer = [](const Tensor& tensor) { return static_cast<const W*>(tensor.data_ptr()); };
   return {pointer(weight.value_or(readable)), pointer(bias.value_or(readable)),
-          ValueOr<T>(weight.has_value(), T(1)), ValueOr<T>(bias.has_value(), T(0))};
+          Scale<T>(weight.has_value(), zero_centered_gamma), ValueOr<T>(bias.has_value(), T(0))};
 }
 
 // Calls body<X, W>() for equal dtypes and for a 16-bit input with a float32 weight; Python casts
@@ -105,7 +105,7 @@ void dispatch_backward(const Operands& o, Body&& body) {
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight,
                                                       const OptionalTensor& bias, int64_t columns,
-                                                      double eps) {
+                                                      double eps, bool zero_centered_gamma) {
   const char* op = "layer_norm_forward";
   Operands o = forward_operands(op, x, weight, bias, columns);
   Tensor y = empty_like(x, o.weight_dtype);
@@ -113,16 +113,17 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const Opt
   Context context(x);
   dispatch_pair(op, o.x_dtype, o.weight_dtype, [&]<class X, class W>() {
     using T = compute_t<X>;
-    rowwise(context, o.rows, columns,
-            LayerNormForward<X, W>{
-                data<X>(x, "x"), affine_of<W, T>(weight, bias, weight.value_or(x)), data<W>(y, "y"),
-                data<T>(mean, "mean"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
+    rowwise(
+        context, o.rows, columns,
+        LayerNormForward<X, W>{
+            data<X>(x, "x"), affine_of<W, T>(weight, bias, zero_centered_gamma, weight.value_or(x)),
+            data<W>(y, "y"), data<T>(mean, "mean"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
   });
   return {y, mean, rstd};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTensor& weight,
-                                            int64_t columns, double eps) {
+                                            int64_t columns, double eps, bool zero_centered_gamma) {
   const char* op = "rms_norm_forward";
   Operands o = forward_operands(op, x, weight, std::nullopt, columns);
   Tensor y = empty_like(x, o.weight_dtype);
@@ -130,9 +131,10 @@ std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTenso
   Context context(x);
   dispatch_pair(op, o.x_dtype, o.weight_dtype, [&]<class X, class W>() {
     using T = compute_t<X>;
-    rowwise(context, o.rows, columns,
-            RmsNormForward<X, W>{data<X>(x, "x"), affine_of<W, T>(weight, {}, x), data<W>(y, "y"),
-                                 data<T>(rstd, "rstd"), static_cast<T>(eps)});
+    rowwise(
+        context, o.rows, columns,
+        RmsNormForward<X, W>{data<X>(x, "x"), affine_of<W, T>(weight, {}, zero_centered_gamma, x),
+                             data<W>(y, "y"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
   });
   return {y, rstd};
 }
@@ -141,7 +143,7 @@ template <bool kFromOutput>
 std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(
     const char* op, const Tensor& dy_of_any_layout, const Tensor& saved,
     const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& mean,
-    const Tensor& rstd, int64_t columns, double eps, bool weight_grads) {
+    const Tensor& rstd, int64_t columns, double eps, bool weight_grads, bool zero_centered_gamma) {
   check_tensors(op, {{"dy", dy_of_any_layout},
                      {"saved", saved},
                      {"weight", weight},
@@ -162,9 +164,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(
     rowwise_colwise(
         context, o.rows, o.columns, weight_grads,
         Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
-                affine_of<W, T>(weight, bias, dy), mean ? data<T>(*mean, "mean") : nullptr,
-                data<T>(rstd, "rstd"), data<X>(dx, "dx"), data<W>(dweight, "dweight"),
-                data<W>(dbias, "dbias"), smallest_divisor<T>(eps)});
+                affine_of<W, T>(weight, bias, zero_centered_gamma, dy),
+                mean ? data<T>(*mean, "mean") : nullptr, data<T>(rstd, "rstd"), data<X>(dx, "dx"),
+                data<W>(dweight, "dweight"), data<W>(dbias, "dbias"), smallest_divisor<T>(eps)});
   });
   return {dx, dweight, dbias};
 }
@@ -172,23 +174,24 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dy, const Tensor& x,
                                                        const OptionalTensor& weight,
                                                        const Tensor& mean, const Tensor& rstd,
-                                                       int64_t columns, bool weight_grads) {
+                                                       int64_t columns, bool weight_grads,
+                                                       bool zero_centered_gamma) {
   return layer_norm_gradients<false>("layer_norm_backward", dy, x, weight, {}, mean, rstd, columns,
-                                     0, weight_grads);
+                                     0, weight_grads, zero_centered_gamma);
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_from_output(
     const Tensor& dy, const Tensor& y, const OptionalTensor& weight, const OptionalTensor& bias,
-    const Tensor& rstd, int64_t columns, double eps, bool weight_grads) {
+    const Tensor& rstd, int64_t columns, double eps, bool weight_grads, bool zero_centered_gamma) {
   return layer_norm_gradients<true>("layer_norm_backward_from_output", dy, y, weight, bias, {},
-                                    rstd, columns, eps, weight_grads);
+                                    rstd, columns, eps, weight_grads, zero_centered_gamma);
 }
 
 template <bool kFromOutput>
 std::tuple<Tensor, Tensor> rms_norm_gradients(const char* op, const Tensor& dy_of_any_layout,
                                               const Tensor& saved, const OptionalTensor& weight,
                                               const Tensor& rstd, int64_t columns, double eps,
-                                              bool weight_grads) {
+                                              bool weight_grads, bool zero_centered_gamma) {
   check_tensors(op,
                 {{"dy", dy_of_any_layout}, {"saved", saved}, {"weight", weight}, {"rstd", rstd}});
   Tensor dy = as_contiguous(dy_of_any_layout);
@@ -202,25 +205,27 @@ std::tuple<Tensor, Tensor> rms_norm_gradients(const char* op, const Tensor& dy_o
     rowwise_colwise(
         context, o.rows, o.columns, weight_grads,
         Program{data<W>(dy, "dy"), data<typename Program::Saved>(saved, "saved"),
-                affine_of<W, T>(weight, {}, dy), data<T>(rstd, "rstd"), data<X>(dx, "dx"),
-                data<W>(dweight, "dweight"), smallest_divisor<T>(eps)});
+                affine_of<W, T>(weight, {}, zero_centered_gamma, dy), data<T>(rstd, "rstd"),
+                data<X>(dx, "dx"), data<W>(dweight, "dweight"), smallest_divisor<T>(eps)});
   });
   return {dx, dweight};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x,
                                              const OptionalTensor& weight, const Tensor& rstd,
-                                             int64_t columns, bool weight_grads) {
+                                             int64_t columns, bool weight_grads,
+                                             bool zero_centered_gamma) {
   return rms_norm_gradients<false>("rms_norm_backward", dy, x, weight, rstd, columns, 0,
-                                   weight_grads);
+                                   weight_grads, zero_centered_gamma);
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward_from_output(const Tensor& dy, const Tensor& y,
                                                          const OptionalTensor& weight,
                                                          const Tensor& rstd, int64_t columns,
-                                                         double eps, bool weight_grads) {
+                                                         double eps, bool weight_grads,
+                                                         bool zero_centered_gamma) {
   return rms_norm_gradients<true>("rms_norm_backward_from_output", dy, y, weight, rstd, columns,
-                                  eps, weight_grads);
+                                  eps, weight_grads, zero_centered_gamma);
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ class _Norm(nn.Module):
     """What layer and RMS normalization share: shape, eps, options and the weight."""
 
     _takes_no_eps = False  # whether eps may be None
+    zero_centered_gamma = False  # of modules in pickles of Apex's
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class _Norm(nn.Module):
         elementwise_affine,
         memory_efficient,
         sequence_parallel_enabled,
+        zero_centered_gamma,
         device,
         dtype,
     ):
@@ -52,6 +54,7 @@ class _Norm(nn.Module):
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.zero_centered_gamma = zero_centered_gamma
         self._add_parameter("weight", elementwise_affine, device, dtype)
 
     def _add_parameter(self, name: str, exists: bool, device, dtype) -> None:
@@ -77,6 +80,13 @@ class _Norm(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)  # which may put other tensors into place
         self._mark_parameters()
 
+    def reset_parameters(self) -> None:
+        """Set the weight to one, or to zero if it is zero-centred, and the bias to zero."""
+        if self.weight is not None:
+            (nn.init.zeros_ if self.zero_centered_gamma else nn.init.ones_)(self.weight)
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)
+
     def _mark_parameters(self) -> None:
         """Mark parameters that have no mark; torch copies no attributes of parameters.
 
@@ -97,9 +107,10 @@ class _Norm(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return (
             f"{tuple(self.normalized_shape)}, eps={self.eps}, "
-            f"elementwise_affine={self.elementwise_affine}"
+            f"elementwise_affine={self.elementwise_affine}{centered}"
         )
 
 
@@ -119,6 +130,9 @@ class FusedLayerNorm(_Norm):
         sequence_parallel_enabled: the attribute of this name that weight and bias get. Trainers
             such as Megatron's sum the gradients of parameters with this attribute over the
             tensor-parallel group, because every process normalizes a part of the sequence.
+        zero_centered_gamma: multiply by ``1 + weight``, and start from a weight of zeros. The sum
+            is formed in float32 (float64), so small changes of a 16-bit weight count, and weight
+            decay draws the factor to 1. TransformerEngine's and Megatron's argument of this name.
         device, dtype: of the parameters.
 
     Shape and dtype:
@@ -153,6 +167,7 @@ class FusedLayerNorm(_Norm):
         *,
         bias: bool = True,
         sequence_parallel_enabled: bool = False,
+        zero_centered_gamma: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -162,18 +177,12 @@ class FusedLayerNorm(_Norm):
             elementwise_affine,
             memory_efficient,
             sequence_parallel_enabled,
+            zero_centered_gamma,
             device,
             dtype,
         )
         self._add_parameter("bias", elementwise_affine and bias, device, dtype)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         parameters = self._parameters  # attributes of modules take a while to look up
@@ -182,12 +191,16 @@ class FusedLayerNorm(_Norm):
         else:  # parametrized, or views of a flat parameter
             weight, bias = self.weight, self.bias
         shape, eps, efficient = self.normalized_shape, self.eps, self.memory_efficient
-        y = None if efficient else native.layer_norm(input, weight, bias, shape, eps)
-        if y is not None:
-            return y
+        centered = self.zero_centered_gamma
+        if not efficient:
+            y = native.layer_norm(input, weight, bias, shape, eps, False, centered)
+            if y is not None:
+                return y
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
-        return fused_layer_norm_affine(input, weight, bias, shape, eps, efficient)
+        return fused_layer_norm_affine(
+            input, weight, bias, shape, eps, efficient, zero_centered_gamma=centered
+        )
 
 
 class FusedRMSNorm(_Norm):
@@ -197,7 +210,7 @@ class FusedRMSNorm(_Norm):
 
     Arguments, dtypes and errors are those of :class:`FusedLayerNorm`; there is no bias.
     ``eps=None`` is machine epsilon as with :class:`torch.nn.RMSNorm`, whose default it is:
-    float32's, or float64's for float64 input.
+    float32's, or float64's for float64 input. ``zero_centered_gamma=True`` makes it Gemma's norm.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
@@ -218,6 +231,7 @@ class FusedRMSNorm(_Norm):
         memory_efficient: bool = False,
         *,
         sequence_parallel_enabled: bool = False,
+        zero_centered_gamma: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -227,21 +241,19 @@ class FusedRMSNorm(_Norm):
             elementwise_affine,
             memory_efficient,
             sequence_parallel_enabled,
+            zero_centered_gamma,
             device,
             dtype,
         )
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Set the weight to one."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-
     def forward(self, input: Tensor) -> Tensor:
         weight, options = self.weight, (self.normalized_shape, self.eps, self.memory_efficient)
         if weight is None:
             return fused_rms_norm(input, *options)
-        return fused_rms_norm_affine(input, weight, *options)
+        return fused_rms_norm_affine(
+            input, weight, *options, zero_centered_gamma=self.zero_centered_gamma
+        )
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
@@ -266,8 +278,10 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient, **options)
 
     def forward(self, input: Tensor) -> Tensor:
+        options = (self.normalized_shape, self.eps, self.memory_efficient)
+        centered = self.zero_centered_gamma
         return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.memory_efficient
+            input, self.weight, self.bias, *options, zero_centered_gamma=centered
         )
 
 
@@ -295,6 +309,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, True, memory_efficient, **options)
 
     def forward(self, input: Tensor) -> Tensor:
+        options = (self.normalized_shape, self.eps, self.memory_efficient)
         return mixed_dtype_fused_rms_norm_affine(
-            input, self.weight, self.normalized_shape, self.eps, self.memory_efficient
+            input, self.weight, *options, zero_centered_gamma=self.zero_centered_gamma
         )

@@ -38,6 +38,7 @@ def layer_norm(
     shape: int | Sequence[int],
     eps: float,
     mixed: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> Tensor | None:
     """Return torch's layer normalization where that is the faster one, else None.
 
@@ -46,6 +47,8 @@ def layer_norm(
     Args:
         mixed: whether the weight may have another dtype than ``x``; the result then has the
             weight's.
+        zero_centered_gamma: whether rows are multiplied by ``1 + weight``: a sum in what they are
+            computed in, as in our kernels.
     """
     try:
         # Before its size is looked at: that would be a guard in compiled code, which keeps our
@@ -61,9 +64,10 @@ def layer_norm(
             shape = (shape,)
         if x.numel() > ROWS * math.prod(shape):
             return None
+        is_centered = zero_centered_gamma and weight is not None
         if x.dtype in _WIDE:  # with weights of the same: torch refuses others
-            return torch.layer_norm(x, shape, weight, bias, eps)
-        return _narrow(x, weight, bias, shape, eps, mixed)
+            return torch.layer_norm(x, shape, 1 + weight if is_centered else weight, bias, eps)
+        return _narrow(x, weight, bias, shape, eps, mixed, is_centered)
     except (AttributeError, RuntimeError, TypeError):
         return None
 
@@ -75,26 +79,31 @@ def _narrow(
     shape: Sequence[int],
     eps: float,
     mixed: bool,
+    is_centered: bool,
 ) -> Tensor | None:
     """The same for 16-bit ``x``."""
     dtype = x.dtype
     if dtype not in _NARROW or x.numel() > NARROW_ELEMENTS:
         return None
     if weight is not None and weight.dtype != dtype:
-        return torch.layer_norm(x.float(), shape, weight, bias, eps) if mixed else None
+        if not mixed:
+            return None
+        return torch.layer_norm(x.float(), shape, 1 + weight if is_centered else weight, bias, eps)
     if bias is not None and bias.dtype != dtype:
         return None
-    if not torch.is_grad_enabled():
+    has_grads = torch.is_grad_enabled()
+    if not has_grads and not is_centered:
         return torch.layer_norm(x, shape, weight, bias, eps)
     parameters = [t for t in (weight, bias) if t is not None]
     is_row = x.numel() == math.prod(shape)
-    if parameters and (is_row or not any(t.requires_grad for t in parameters)):
-        bias = None if bias is None else bias.float()
-        return torch.layer_norm(x, shape, weight.float(), bias, eps)
-    if x.numel() > CAST_ELEMENTS:
+    casts_result = has_grads and not is_row and any(t.requires_grad for t in parameters)
+    if (casts_result or not parameters) and x.numel() > CAST_ELEMENTS:
         return None
     weight, bias = (None if t is None else t.float() for t in (weight, bias))
-    return torch.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
+    weight = 1 + weight if is_centered else weight
+    if casts_result or not parameters:
+        return torch.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
+    return torch.layer_norm(x, shape, weight, bias, eps)
 
 
 @functools.cache

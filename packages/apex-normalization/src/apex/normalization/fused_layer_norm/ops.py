@@ -15,11 +15,16 @@ from .._shared.native.operands import statistics_dtype
 
 
 @library.define(
-    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int columns, float eps)"
-    " -> (Tensor y, Tensor mean, Tensor rstd)"
+    "layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, int columns, float eps, "
+    "bool zero_centered_gamma=False) -> (Tensor y, Tensor mean, Tensor rstd)"
 )
 def layer_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    columns: int,
+    eps: float,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``y = (x - mean) * rstd * weight + bias`` over runs of ``columns`` elements.
 
@@ -28,6 +33,8 @@ def layer_norm_forward(
         weight, bias: ``columns`` elements of one dtype; None is 1 and 0. A bias needs a weight.
         columns: elements that are normalized together.
         eps: added to the biased variance, in units of ``x ** 2``.
+        zero_centered_gamma: ``1 + weight`` stands in the place of ``weight``, summed in the
+            statistics' dtype.
 
     Returns:
         y: shape of ``x``, dtype of ``weight`` (of ``x`` without one).
@@ -42,7 +49,8 @@ def layer_norm_forward(
 
 @library.define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    "int columns, bool weight_grads) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "int columns, bool weight_grads, bool zero_centered_gamma=False)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 def layer_norm_backward(
     dy: Tensor,
@@ -52,12 +60,13 @@ def layer_norm_backward(
     rstd: Tensor,
     columns: int,
     weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`layer_norm_forward`.
 
     Args:
         dy: gradient of ``y``, in its shape and dtype; any layout.
-        x, weight, columns: as given to the forward.
+        x, weight, columns, zero_centered_gamma: as given to the forward.
         mean, rstd: as returned by the forward.
         weight_grads: compute ``dweight`` and ``dbias`` too; needs a weight.
 
@@ -75,7 +84,7 @@ def layer_norm_backward(
 
 @library.define(
     "layer_norm_backward_from_output(Tensor dy, Tensor y, Tensor? weight, Tensor? bias, "
-    "Tensor rstd, int columns, float eps, bool weight_grads)"
+    "Tensor rstd, int columns, float eps, bool weight_grads, bool zero_centered_gamma=False)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 def layer_norm_backward_from_output(
@@ -87,11 +96,13 @@ def layer_norm_backward_from_output(
     columns: int,
     eps: float,
     weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`layer_norm_forward`, from ``xhat = (y - bias) / weight``.
 
-    The division is by ``sign(weight) * max(abs(weight), eps)``. Arguments and results are those of
-    :func:`layer_norm_backward`; all but ``rstd`` have one dtype, ``dx``'s too.
+    The division is by ``sign(weight) * max(abs(weight), eps)``, of ``1 + weight`` with
+    ``zero_centered_gamma``. Arguments and results are those of :func:`layer_norm_backward`; all but
+    ``rstd`` have one dtype, ``dx``'s too.
     """
     return (
         _like(y),
@@ -101,10 +112,11 @@ def layer_norm_backward_from_output(
 
 
 @library.define(
-    "rms_norm_forward(Tensor x, Tensor? weight, int columns, float eps) -> (Tensor y, Tensor rstd)"
+    "rms_norm_forward(Tensor x, Tensor? weight, int columns, float eps, "
+    "bool zero_centered_gamma=False) -> (Tensor y, Tensor rstd)"
 )
 def rms_norm_forward(
-    x: Tensor, weight: Tensor | None, columns: int, eps: float
+    x: Tensor, weight: Tensor | None, columns: int, eps: float, zero_centered_gamma: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x ** 2) + eps)``.
 
@@ -119,10 +131,16 @@ def rms_norm_forward(
 
 @library.define(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, int columns, "
-    "bool weight_grads) -> (Tensor dx, Tensor dweight)"
+    "bool weight_grads, bool zero_centered_gamma=False) -> (Tensor dx, Tensor dweight)"
 )
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, columns: int, weight_grads: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    columns: int,
+    weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward`."""
     return _like(x), _column_sums(dy, columns, weight_grads)
@@ -130,7 +148,7 @@ def rms_norm_backward(
 
 @library.define(
     "rms_norm_backward_from_output(Tensor dy, Tensor y, Tensor? weight, Tensor rstd, int columns, "
-    "float eps, bool weight_grads) -> (Tensor dx, Tensor dweight)"
+    "float eps, bool weight_grads, bool zero_centered_gamma=False) -> (Tensor dx, Tensor dweight)"
 )
 def rms_norm_backward_from_output(
     dy: Tensor,
@@ -140,6 +158,7 @@ def rms_norm_backward_from_output(
     columns: int,
     eps: float,
     weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward_from_output`."""
     return _like(y), _column_sums(dy, columns, weight_grads)

@@ -32,14 +32,16 @@ Rows rows_of(const char* op, const Tensor& x, const Tensor& weight, const Tensor
 }
 
 template <class S>
-Affine<S, compute_t<S>> affine_of(const Tensor& weight, const Tensor& bias) {
+Affine<S, compute_t<S>> affine_of(const Tensor& weight, const Tensor& bias,
+                                  bool zero_centered_gamma) {
   using T = compute_t<S>;
-  return {data<S>(weight, "weight"), data<S>(bias, "bias"), ValueOr<T>(true, T(1)),
+  return {data<S>(weight, "weight"), data<S>(bias, "bias"), Scale<T>(true, zero_centered_gamma),
           ValueOr<T>(true, T(0))};
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& weight,
-                                           const Tensor& bias, double eps) {
+                                           const Tensor& bias, double eps,
+                                           bool zero_centered_gamma) {
   const char* op = "fast_layer_norm_forward";
   const Rows o = rows_of(op, x, weight, bias);
   check(eps >= 0, op, ": eps must not be negative, got ", eps, ".");
@@ -49,10 +51,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& weight
   Context context(x);
   dispatch_floating(op, x.scalar_type(), [&]<class S>() {
     using T = compute_t<S>;
-    rowwise(
-        context, o.rows, o.columns,
-        LayerNormForward<S, S>{data<S>(x, "x"), affine_of<S>(weight, bias), data<S>(y, "y"),
-                               data<T>(mean, "mean"), data<T>(rstd, "rstd"), static_cast<T>(eps)});
+    rowwise(context, o.rows, o.columns,
+            LayerNormForward<S, S>{data<S>(x, "x"), affine_of<S>(weight, bias, zero_centered_gamma),
+                                   data<S>(y, "y"), data<T>(mean, "mean"), data<T>(rstd, "rstd"),
+                                   static_cast<T>(eps)});
   });
   return {y, mean, rstd};
 }
@@ -62,7 +64,8 @@ template <bool kFromOutput>
 std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& dy_of_any_layout,
                                              const Tensor& saved, const Tensor& weight,
                                              const Tensor& bias, const OptionalTensor& mean,
-                                             const Tensor& rstd, double eps, bool weight_grads) {
+                                             const Tensor& rstd, double eps, bool weight_grads,
+                                             bool zero_centered_gamma) {
   const Rows o = rows_of(op, saved, weight, bias);
   check_tensors(op, {{"dy", dy_of_any_layout}, {"mean", mean}, {"rstd", rstd}});
   Tensor dy = as_contiguous(dy_of_any_layout);
@@ -79,7 +82,8 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& dy_of
     rowwise_colwise(
         context, o.rows, o.columns, weight_grads,
         LayerNormBackward<S, S, kFromOutput>{
-            data<S>(dy, "dy"), data<S>(saved, "saved"), affine_of<S>(weight, bias),
+            data<S>(dy, "dy"), data<S>(saved, "saved"),
+            affine_of<S>(weight, bias, zero_centered_gamma),
             mean ? data<T>(*mean, "mean") : nullptr, data<T>(rstd, "rstd"), data<S>(dx, "dx"),
             data<S>(dweight, "dweight"), data<S>(dbias, "dbias"), smallest_divisor<T>(eps)});
   });
@@ -88,17 +92,18 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& dy_of
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                             const Tensor& mean, const Tensor& rstd,
-                                            bool weight_grads) {
+                                            bool weight_grads, bool zero_centered_gamma) {
   return gradients<false>("fast_layer_norm_backward", dy, x, weight, weight, mean, rstd, 0,
-                          weight_grads);
+                          weight_grads, zero_centered_gamma);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_from_output(const Tensor& dy, const Tensor& y,
                                                         const Tensor& weight, const Tensor& bias,
                                                         const Tensor& rstd, double eps,
-                                                        bool weight_grads) {
+                                                        bool weight_grads,
+                                                        bool zero_centered_gamma) {
   return gradients<true>("fast_layer_norm_backward_from_output", dy, y, weight, bias, {}, rstd, eps,
-                         weight_grads);
+                         weight_grads, zero_centered_gamma);
 }
 
 }  // namespace

@@ -11,12 +11,15 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 
 @library.define(
-    "fast_layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps)"
-    " -> (Tensor y, Tensor mean, Tensor rstd)"
+    "fast_layer_norm_forward(Tensor x, Tensor weight, Tensor bias, float eps, "
+    "bool zero_centered_gamma=False) -> (Tensor y, Tensor mean, Tensor rstd)"
 )
-def fast_layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> _Three:
+def fast_layer_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered_gamma: bool = False
+) -> _Three:
     """``y = (x - mean) * rstd * weight + bias`` for each row.
 
+    With ``zero_centered_gamma`` it is ``1 + weight``, summed in the dtype of the statistics.
     ``x`` is ``[..., columns]``, contiguous, ``weight`` and ``bias`` are ``[columns]``, all of one
     dtype; ``mean`` and ``rstd`` ``[rows]`` are float32, or float64 for float64.
     """
@@ -26,10 +29,17 @@ def fast_layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float)
 
 @library.define(
     "fast_layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "bool weight_grads) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "bool weight_grads, bool zero_centered_gamma=False)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 def fast_layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, weight_grads: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> _Three:
     """Gradients of :func:`fast_layer_norm_forward`; ``dy`` has any layout.
 
@@ -40,7 +50,8 @@ def fast_layer_norm_backward(
 
 @library.define(
     "fast_layer_norm_backward_from_output(Tensor dy, Tensor y, Tensor weight, Tensor bias, "
-    "Tensor rstd, float eps, bool weight_grads) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    "Tensor rstd, float eps, bool weight_grads, bool zero_centered_gamma=False)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 def fast_layer_norm_backward_from_output(
     dy: Tensor,
@@ -50,6 +61,7 @@ def fast_layer_norm_backward_from_output(
     rstd: Tensor,
     eps: float,
     weight_grads: bool,
+    zero_centered_gamma: bool = False,
 ) -> _Three:
     """The same from the output: ``(y - bias) / weight``, the divisor at least ``eps``."""
     return _gradients(y, weight, weight_grads)
