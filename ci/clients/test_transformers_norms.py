@@ -1,11 +1,19 @@
 """from_torch on models of transformers: their norms become ours, and losses stay as they were."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, GemmaConfig, LlamaConfig, Qwen2Config
+from transformers import (
+    BertConfig,
+    GemmaConfig,
+    LlamaConfig,
+    NemotronConfig,
+    OlmoConfig,
+    Qwen2Config,
+)
 
 from apex.normalization import FusedLayerNorm, FusedRMSNorm, from_torch
 
@@ -16,7 +24,16 @@ MODELS = {
     "llama": ("LlamaForCausalLM", LlamaConfig, "LlamaRMSNorm", FusedRMSNorm, 5),
     "qwen2": ("Qwen2ForCausalLM", Qwen2Config, "Qwen2RMSNorm", FusedRMSNorm, 5),
     "bert": ("BertForMaskedLM", BertConfig, "LayerNorm", FusedLayerNorm, 6),
+    "gemma": (
+        "GemmaForCausalLM",
+        partial(GemmaConfig, head_dim=16),
+        "GemmaRMSNorm",
+        FusedRMSNorm,
+        5,
+    ),
+    "nemotron": ("NemotronForCausalLM", NemotronConfig, "NemotronLayerNorm1P", FusedLayerNorm, 5),
 }
+CENTERED = {"gemma", "nemotron"}  # which multiply by 1 + weight
 
 
 def losses(model, steps=4):
@@ -41,7 +58,8 @@ def test_norms_become_ours(name):
     swaps = from_torch(ours)
     assert list(swaps.swapped.values()) == [norm] * count
     assert not swaps.kept
-    assert sum(type(m) is kind for m in ours.modules()) == count
+    made = [m for m in ours.modules() if type(m) is kind]
+    assert [m.zero_centered_gamma for m in made] == [name in CENTERED] * count
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-4)
 
@@ -56,8 +74,8 @@ def test_bfloat16():
 
 
 def test_other_formulas_stay():
-    model = transformers.GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=16))
-    swaps = from_torch(model)
+    """OLMo's layer norms have no weight, and compute in float32 whatever comes."""
+    swaps = from_torch(transformers.OlmoForCausalLM(OlmoConfig(**SIZES)))
     assert not swaps.swapped
     assert len(swaps.kept) == 5
-    assert all("computes something else" in reason for reason in swaps.kept.values())
+    assert all("other parameters or buffers" in reason for reason in swaps.kept.values())

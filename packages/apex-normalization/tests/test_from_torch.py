@@ -14,7 +14,7 @@ from apex.normalization import (
     from_torch,
 )
 from apex_testkit import FLOATS
-from apex_testkit.norms import GemmaRMSNorm, LlamaRMSNorm
+from apex_testkit.norms import GemmaRMSNorm, LayerNorm1P, LlamaRMSNorm
 
 
 class T5LayerNorm(LlamaRMSNorm):
@@ -36,6 +36,20 @@ class MetaRMSNorm(LlamaRMSNorm):
 
     def extra_repr(self):
         return f"{self.weight.shape[0]}"
+
+
+class CenteredRMSNorm(nn.RMSNorm):
+    """Torch's parts and eps, Gemma's formula."""
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    """One that stays."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
 
 
 def randomized(module):
@@ -65,6 +79,14 @@ SWAPPED = {
     "T5": (lambda: T5LayerNorm(8, eps=1e-2), FusedRMSNorm),
     "Meta": (lambda: MetaRMSNorm(8), FusedRMSNorm),
 }
+CENTERED = {
+    "Gemma": (lambda: GemmaRMSNorm(8), FusedRMSNorm),
+    "1P": (lambda: LayerNorm1P(8), FusedLayerNorm),
+    "1P, several dimensions": (lambda: LayerNorm1P((2, 8), eps=1e-3), FusedLayerNorm),
+    "1P without bias": (lambda: LayerNorm1P(8, bias=False), FusedLayerNorm),
+    "RMSNorm of 1 + weight": (lambda: CenteredRMSNorm(8), FusedRMSNorm),
+}
+SWAPPED |= CENTERED
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -77,17 +99,18 @@ def test_swapped(make, kind, dtype, device):
     parameters = list(model.parameters())
     swaps = from_torch(model)
     assert swaps.model is model
-    if isinstance(module, LlamaRMSNorm) and dtype == torch.float64:
+    if isinstance(module, (LlamaRMSNorm, GemmaRMSNorm)) and dtype == torch.float64:
         assert "computes something else" in swaps.kept["1"]  # in float32, whatever comes
         return
     assert swaps.swapped == {"1": type(module).__name__}
     assert not swaps.kept
     assert type(model[1]) is kind
+    assert model[1].zero_centered_gamma == ((make, kind) in CENTERED.values())
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
     assert not model[1].training
     x = torch.randn(3, 2, 8, device=device, dtype=dtype)
     x[0] *= 2.0**-8
-    unit = 2 * torch.finfo(dtype).eps  # Llama's rounds twice
+    unit = 2 * torch.finfo(dtype).eps  # Llama's rounds twice, and so does 1 + weight in 16 bits
     torch.testing.assert_close(model(x), old(x), rtol=unit, atol=4 * unit)
 
 
@@ -103,7 +126,7 @@ def test_whole_model(device):
     """Names, modules used twice, tied parameters, frozen ones, and an optimizer made before."""
     shared = nn.LayerNorm(8)
     model = nn.Sequential(
-        nn.Linear(8, 8), shared, nn.Sequential(shared, nn.LayerNorm(8), GemmaRMSNorm(8)), nn.Tanh()
+        nn.Linear(8, 8), shared, nn.Sequential(shared, nn.LayerNorm(8), GatedRMSNorm(8)), nn.Tanh()
     ).to(device)
     model[2][1].weight = shared.weight
     model[2][1].bias.requires_grad_(False)
@@ -140,6 +163,9 @@ def test_root_and_options():
     assert swaps.swapped == {"": "LayerNorm"}
     assert "(root)" in str(swaps)
     assert type(from_torch(LlamaRMSNorm(8), mixed=True).model) is MixedFusedRMSNorm
+    gemma = from_torch(GemmaRMSNorm(8), mixed=True).model
+    assert type(gemma) is MixedFusedRMSNorm
+    assert gemma.zero_centered_gamma
     plain = nn.LayerNorm(8, elementwise_affine=False)
     assert type(from_torch(plain, mixed=True).model) is FusedLayerNorm
 

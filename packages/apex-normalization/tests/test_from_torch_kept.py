@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from apex.normalization import from_torch
-from apex_testkit.norms import GemmaRMSNorm, LlamaRMSNorm
+from apex_testkit.norms import GemmaRMSNorm, LayerNorm1P, LlamaRMSNorm
 
 
 class OutsideRMSNorm(LlamaRMSNorm):
@@ -13,6 +13,21 @@ class OutsideRMSNorm(LlamaRMSNorm):
 
     def forward(self, x):
         return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon) * self.weight
+
+
+class TwoPlusRMSNorm(GemmaRMSNorm):
+    """Counts from two."""
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * scale * (2 + self.weight)
+
+
+class DroppingLayerNorm1P(LayerNorm1P):
+    """Computes 1 + weight while it is not trained."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
 
 class GatedRMSNorm(LlamaRMSNorm):
@@ -121,7 +136,9 @@ KEPT = {
     "own forward": (lambda: LayerNorm2d(8), "a forward of its own, not that of torch.nn.LayerN"),
     "hooks": (hooked, "has hooks"),
     "parametrized": (parametrized, "other parameters or modules than torch.nn.LayerNorm"),
-    "Gemma": (lambda: GemmaRMSNorm(8), "computes something else"),
+    "2 + weight": (lambda: TwoPlusRMSNorm(8), "computes something else"),
+    "1P with dropout": (lambda: DroppingLayerNorm1P(8), "a forward of its own, not that of torch"),
+    "1P, meta": (lambda: LayerNorm1P(8).to("meta"), "meta device"),
     "other dimension": (lambda: RmsNormOfDimensionOne(8), "computes something else"),
     "dropout": (lambda: DroppingRMSNorm(8), "computes something else"),
     "dropout, not training": (lambda: DroppingRMSNorm(8).eval(), "computes something else"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -18,7 +19,8 @@ from .fused_layer_norm import (
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
 )
-from .fused_layer_norm.formulas import rms_norm_reference
+from .fused_layer_norm.checks import rms_eps
+from .fused_layer_norm.formulas import layer_norm_reference, rms_norm_reference
 
 _LOOKS_LIKE_A_NORM = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 # Attributes under which RMS norms keep their eps: Llama's and T5's, Gemma's and others', Flax's.
@@ -67,12 +69,13 @@ def from_torch(model: nn.Module, *, memory_efficient: bool = False, mixed: bool 
     libraries that are RMS norms: whose class is called ``...RMSNorm`` or ``...LayerNorm``, which
     have a one-dimensional ``weight``, an ``eps`` (or ``variance_epsilon``, ``epsilon``) and nothing
     else, and which return ``x / sqrt(mean(x ** 2) + eps) * weight`` for random numbers of two to
-    four dimensions, trained or not (Gemma's, which multiplies by ``1 + weight``, does not).
+    four dimensions, trained or not. Norms that multiply by ``1 + weight`` instead, as Gemma's and
+    subclasses of torch's called LayerNorm1P, become modules with ``zero_centered_gamma``.
     Parameters stay the same objects: optimizers, ties between modules and ``requires_grad`` are
     untouched.
 
-    Not replaced are modules with a ``forward`` of their own, or one that takes more than its input,
-    with methods that would be lost, with hooks, or with parametrizations.
+    Not replaced are modules with another ``forward``, or one that takes more than its input, with
+    methods that would be lost, with hooks, or with parametrizations.
 
     Args:
         model: any module; the root may be a norm itself, see :attr:`Swaps.model`.
@@ -131,16 +134,17 @@ def _fused(module: nn.Module, memory_efficient: bool, mixed: bool) -> nn.Module:
     _check_hooks(module)
     _check_instance(module)
     if isinstance(module, nn.LayerNorm):
-        _check_torch(module, nn.LayerNorm, {"weight", "bias"})
+        centered = _check_torch(module, nn.LayerNorm, {"weight", "bias"})
         kind, eps, shape = FusedLayerNorm, module.eps, module.normalized_shape
     elif isinstance(module, nn.RMSNorm):
-        _check_torch(module, nn.RMSNorm, {"weight"})
+        centered = _check_torch(module, nn.RMSNorm, {"weight"})
         kind, eps, shape = FusedRMSNorm, module.eps, module.normalized_shape
     else:
-        eps = _check_rms_norm(module)
+        eps, centered = _check_rms_norm(module)
         kind, shape = FusedRMSNorm, module.weight.shape
     weight, bias = module.weight, getattr(module, "bias", None)
     options = {"memory_efficient": memory_efficient, "device": "meta"}
+    options["zero_centered_gamma"] = centered
     if kind is FusedLayerNorm:
         options["bias"] = bias is not None
     if weight is None:
@@ -185,21 +189,47 @@ def _check_methods(module: nn.Module, base: type[nn.Module]) -> None:
         raise _NotSwapped(f"has methods of its own, which would be lost: {', '.join(sorted(lost))}")
 
 
-def _check_torch(module: nn.Module, base: type[nn.Module], names: set[str]) -> None:
-    if type(module).forward is not base.forward:
-        raise _NotSwapped(f"has a forward of its own, not that of torch.nn.{base.__name__}")
+def _check_torch(module: nn.Module, base: type[nn.Module], names: set[str]) -> bool:
+    """Return whether a module of torch's class multiplies by ``1 + weight``."""
     if set(module._parameters) != names or module._modules or module._buffers:
         raise _NotSwapped(f"has other parameters or modules than torch.nn.{base.__name__}")
     _check_methods(module, base)
     if any(p is not None and p.dtype not in FLOATS for p in module.parameters()):
         raise _NotSwapped("has parameters in a dtype that kernels do not take")
+    if type(module).forward is base.forward:
+        return False
+    is_own = f"has a forward of its own, not that of torch.nn.{base.__name__}"
+    if module.weight is None or not _counts_from_one(module, base):
+        raise _NotSwapped(is_own)
+    return True
 
 
-def _check_rms_norm(module: nn.Module) -> float:
-    """Return the eps of a module that is an RMS norm by its parts and by what it computes."""
+def _counts_from_one(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether an own forward of torch's class is the class's, of ``1 + weight``."""
+    _check_arguments(module)
+    _check_is_there(module.weight)
+    if base is nn.LayerNorm:
+        return _zero_centered_gamma(module, layer_norm_reference, module.eps) is True
+    eps = rms_eps(module.weight, module.eps)
+    return _zero_centered_gamma(module, rms_norm_reference, eps) is True
+
+
+def _check_arguments(module: nn.Module) -> None:
     arguments = list(inspect.signature(module.forward).parameters)
     if len(arguments) != 1:
         raise _NotSwapped(f"has a forward with other arguments than its input: {arguments}")
+
+
+def _check_is_there(weight: Tensor) -> None:
+    if weight.is_meta:
+        raise _NotSwapped("has its weight on the meta device, so its results cannot be tested")
+
+
+def _check_rms_norm(module: nn.Module) -> tuple[float, bool]:
+    """Return the eps of a module that is an RMS norm by its parts and by what it computes, and
+    whether that is a product with ``1 + weight``.
+    """
+    _check_arguments(module)
     _check_methods(module, nn.Module)
     weight = getattr(module, "weight", None)
     names = [name for name, p in module._parameters.items() if p is not None]
@@ -210,35 +240,53 @@ def _check_rms_norm(module: nn.Module) -> float:
     eps = next((e for e in found if isinstance(e, float)), None)
     if eps is None:
         raise _NotSwapped(f"has none of {', '.join(_EPS_NAMES)} as a float")
-    if weight.is_meta:
-        raise _NotSwapped("has its weight on the meta device, so its results cannot be tested")
-    if not _computes_rms_norm(module, weight, eps):
-        raise _NotSwapped("computes something else than x / sqrt(mean(x ** 2) + eps) * weight")
-    return eps
+    _check_is_there(weight)
+    centered = _zero_centered_gamma(module, rms_norm_reference, eps)
+    if centered is None:
+        raise _NotSwapped(
+            "computes something else than x / sqrt(mean(x ** 2) + eps) times weight or 1 + weight"
+        )
+    return eps, centered
 
 
 @torch.no_grad()
-def _computes_rms_norm(module: nn.Module, weight: Tensor, eps: float) -> bool:
-    """Try the module in both modes on random rows of several shapes, with random weights."""
+def _zero_centered_gamma(
+    module: nn.Module, reference: Callable[..., Any], eps: float
+) -> bool | None:
+    """Whether a module computes ``reference`` of ``1 + weight`` or of its weight; None: of neither.
+
+    Tries it in both modes on random rows of several shapes, with random parameters.
+    """
     generator = torch.Generator().manual_seed(0)
-    columns = weight.numel()
-    trial = torch.randn(columns, generator=generator, device="cpu").to(weight)
+    weight, left = module.weight, {False, True}
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    given = {k: p for k, p in module._parameters.items() if p is not None}
+    trial = {name: random(p.shape).to(p) for name, p in given.items()}
+    names = ("weight", "bias") if reference is layer_norm_reference else ("weight",)
+    wide = [trial[name].double().flatten() if name in trial else None for name in names]
     # Of every three rows one is so large and one so small that eps tells.
-    scales = torch.tensor([[1.0], [100.0], [max(eps, 1e-12) ** 0.5]], device="cpu")
+    scales = torch.tensor([1.0, 100.0, max(eps, 1e-12) ** 0.5], device="cpu")
+    scales = scales.reshape(3, *[1] * weight.dim())
     was_training = module.training
     try:
-        for shape in ((3, columns), (2, 3, columns), (2, 4, 3, columns)):
-            x = (torch.randn(shape, generator=generator, device="cpu") * scales).to(weight)
-            expected, _ = rms_norm_reference(x.double(), trial.double(), x.shape[-1], eps)
+        for rows in ((3,), (2, 3), (2, 4, 3)):
+            x = (random((*rows, *weight.shape)) * scales).to(weight)
             for mode in (True, False):
-                y = torch.func.functional_call(module.train(mode), {"weight": trial}, (x,))
-                if not _is_close(y, expected, x):
-                    return False
+                y = torch.func.functional_call(module.train(mode), trial, (x,))
+                for centered in tuple(left):
+                    expected = reference(x.double(), *wide, weight.numel(), eps, centered)[0]
+                    if not _is_close(y, expected, x):
+                        left.remove(centered)
+                if not left:
+                    return None
     except Exception:  # whatever a forward of unknown arguments raises
-        return False
+        return None
     finally:
         module.train(was_training)
-    return True
+    return min(left, default=None)
 
 
 def _is_close(y: Any, expected: Tensor, x: Tensor) -> bool:
