@@ -8,12 +8,14 @@ import pytest
 import torch.distributed as dist
 
 import apex.contrib.optimizers as optimizers
+from apex.contrib.openfold_triton.fused_adam_swa import FusedAdamSWA
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.contrib.optimizers.fused_sgd import FusedSGD
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "contrib"
 LAMB, DEPRECATED = PAGES / "distributed_fused_lamb.md", PAGES / "deprecated_optimizers.md"
+AVERAGES = PAGES / "fused_adam_swa.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
@@ -27,7 +29,7 @@ def one_process(monkeypatch):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("page", "count"), [(LAMB, 2), (DEPRECATED, 1)])
+@pytest.mark.parametrize(("page", "count"), [(LAMB, 2), (DEPRECATED, 1), (AVERAGES, 1)])
 def test_examples_run(page, count, one_process):
     blocks = BLOCK.findall(page.read_text())
     assert len(blocks) == count
@@ -41,9 +43,12 @@ def test_examples_run(page, count, one_process):
     )
 
 
-def test_every_argument_stands_on_the_page_with_its_default():
-    own = inspect.signature(DistributedFusedLAMB).parameters
-    cells = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", LAMB.read_text(), re.M)
+@pytest.mark.parametrize(
+    ("page", "described"), [(LAMB, DistributedFusedLAMB), (AVERAGES, FusedAdamSWA)], ids=str
+)
+def test_every_argument_stands_on_the_page_with_its_default(page, described):
+    own = inspect.signature(described).parameters
+    cells = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", page.read_text(), re.M)
     expected = {n: "required" if p.default is p.empty else str(p.default) for n, p in own.items()}
     assert dict(cells) == expected
 

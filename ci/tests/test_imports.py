@@ -32,6 +32,7 @@ MODULES = {
     "from apex.contrib.layer_norm import FastLayerNorm": 21,
     "from apex.contrib.group_norm import GroupNorm": 22,
     "from apex.contrib.transducer import TransducerLoss": 25,
+    "from apex.contrib.openfold_triton import AttnTri": 36,
     "from apex.contrib.optimizers import FusedAdam": 21,
     "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam": 40,
     "from apex.contrib.sparsity import ASP": 5,

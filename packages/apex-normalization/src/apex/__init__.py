@@ -55,6 +55,7 @@ _WHEELS = {
             *("apex.contrib.nccl_allocator", "_apex_nccl_allocator"),
             *("apex.contrib.sparsity", "permutation_search_cuda", "apex.contrib.torchsched"),
             *("apex.contrib.gpu_direct_storage", "_apex_gpu_direct_storage"),
+            "apex.contrib.openfold_triton",
         ),
         "apex-contrib",
     ),
@@ -62,7 +63,6 @@ _WHEELS = {
 # The same for what no release has yet.
 _NOT_BUILT = {
     "apex.transformer.context_parallel": "apex-parallel",
-    "apex.contrib.openfold_triton": "apex-contrib",
 }
 # Names that the wheels will not have, and what to use instead.
 _REPLACED = {

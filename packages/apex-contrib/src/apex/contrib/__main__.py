@@ -19,6 +19,7 @@ from . import (  # noqa: F401  (they define the ops)
 )
 from ._ops import library
 from ._shared.native.doctor import main
+from .openfold_triton import adam_swa  # noqa: F401
 from .optimizers import distributed_adam  # noqa: F401
 from .sparsity import retained_magnitude  # noqa: F401
 from .xentropy import SoftmaxCrossEntropyLoss
