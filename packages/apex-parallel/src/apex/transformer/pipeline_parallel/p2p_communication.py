@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .. import parallel_state
 from ..placement import current_device
-from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 if TYPE_CHECKING:  # of typing, since Python 3.11
     from typing_extensions import Unpack
@@ -247,6 +246,8 @@ def _communicate(
         whole = outgoing(tensor, tensor_shape, dtype, what)
         if ranks == 1 or whole.numel() % ranks:
             return whole
+        from ..utils import split_tensor_into_1d_equal_chunks  # few need it
+
         return split_tensor_into_1d_equal_chunks(whole)
 
     def buffer(is_wanted: bool) -> Tensor | None:
@@ -276,6 +277,8 @@ def _whole(received: Tensor, shape: Shape, transfers: Transfers) -> Tensor:
     """What was received, as soon as it is there; all ranks' shares of it, if it is one."""
     transfers.wait()
     if received.numel() != math.prod(shape):
+        from ..utils import gather_split_1d_tensor
+
         received = gather_split_1d_tensor(received).view(tuple(shape))
     return received.detach().requires_grad_()
 

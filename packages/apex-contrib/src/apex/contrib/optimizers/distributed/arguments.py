@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...nccl_allocator.nccl_allocator import backend as nccl_backend
-
 NAME = "DistributedFusedAdam"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -69,8 +67,10 @@ def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:
             f"{NAME}: nccl_ub=True needs parameters on a GPU, whose buffers NCCL can register; "
             f"got {device}. Leave it out."
         )
+    from ...nccl_allocator.nccl_allocator import backend  # few need it
+
     group = given["distributed_process_group"] or given["process_group"]
-    nccl_backend(f"{NAME} with nccl_ub=True", group, device)
+    backend(f"{NAME} with nccl_ub=True", group, device)
 
 
 def check_group(group: dict[str, Any]) -> None:

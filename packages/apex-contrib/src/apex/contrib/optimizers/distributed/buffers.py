@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import nccl_allocator
 from .arguments import NAME
 from .layout import GradientBucket, StateBucket, shaped_view
 
@@ -38,6 +37,8 @@ def grad_buffer_of(optimizer: Any, bucket_id: int) -> Tensor:
 def _new_grad_buffer(optimizer: Any, size: int, dtype: torch.dtype) -> Tensor:
     if not optimizer.nccl_ub:
         return torch.zeros(size, dtype=dtype, device=optimizer.device)
+    from ... import nccl_allocator  # few need it
+
     if optimizer.nccl_pool is None:  # kept, because its memory is registered as long as it lives
         optimizer.nccl_pool = nccl_allocator.create_nccl_mem_pool()
     group = optimizer.distributed_process_group
