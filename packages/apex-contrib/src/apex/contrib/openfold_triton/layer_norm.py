@@ -68,7 +68,8 @@ class LayerNormSmallShapeOptImpl:
         _check(inputs, tuple(shape), weight, bias, eps)
         dtype = torch.promote_types(inputs.dtype, torch.promote_types(weight.dtype, bias.dtype))
         rows = exact(as_rows(inputs, len(shape)), dtype)
-        y = formula.layer_norm(rows, as_vector(weight, dtype), as_vector(bias, dtype), float(eps))
+        vectors = as_vector(weight, dtype), as_vector(bias, dtype)
+        y = formula.layer_norm(rows, *vectors, float(eps), False)
         y = y if y.shape == inputs.shape else y.reshape(inputs.shape)
         return y if y.dtype == inputs.dtype else y.to(inputs.dtype)
 
