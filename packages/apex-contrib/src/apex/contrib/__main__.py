@@ -6,6 +6,7 @@ import torch
 
 from . import (  # noqa: F401  (they define the ops)
     clip_grad,
+    dense_blaslt,
     dense_epilogue,
     focal_loss,
     fused_bias_swiglu,

@@ -4,7 +4,8 @@ import sys
 
 import torch
 
-from ..transformer.functional import FusedScaleMaskSoftmax  # noqa: F401  (it defines an op)
+from ..transformer import weight_gradient  # noqa: F401  (they define ops)
+from ..transformer.functional import FusedScaleMaskSoftmax  # noqa: F401
 from ._ops import library
 from ._shared.native.doctor import main
 from .syncbn import welford_mean_var

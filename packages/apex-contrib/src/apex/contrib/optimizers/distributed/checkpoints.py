@@ -45,7 +45,9 @@ def save(optimizer: Any, state_dict_format: int | None, gather_on_root: bool | N
             _collect(optimizer, bucket_id, key, flats)
     for index, entry in flats.items():
         state[index] = {k: shaped_view(params[index], v).contiguous() for k, v in entry.items()}
-    groups, order = local_states.pack_groups(optimizer), bucket_order(optimizer)
+    order = bucket_order(optimizer)
+    # FusedAdam counts the steps of groups.
+    groups = [{**group, "step": step} for group in local_states.pack_groups(optimizer)]
     return {"state": state, "param_groups": groups, "format": 2, "bucket_order": order}
 
 
