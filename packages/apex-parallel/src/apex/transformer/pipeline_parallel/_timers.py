@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ._printing import print_rank_last
+
 
 def _now() -> float:
     if torch.cuda.is_initialized():  # otherwise no kernel runs, and asking would start CUDA
@@ -79,8 +81,6 @@ class _Timers:
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
         """Print ``milliseconds / normalizer`` of each timer, on the last rank."""
-        from .utils import print_rank_last
-
         _check_normalizer(normalizer)
         times = [f"{n}: {self.timers[n].elapsed(reset) * 1e3 / normalizer:.2f}" for n in names]
         print_rank_last("time (ms) | " + " | ".join(times))

@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import parallel_state
 from ..enums import ModelType
 from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_calculator
+from ._printing import is_last_rank as is_last_rank
+from ._printing import print_rank_0 as print_rank_0
+from ._printing import print_rank_last as print_rank_last
 from ._timers import _Timers
 from .p2p_communication import device
 
@@ -157,23 +160,6 @@ def get_timers() -> _Timers:
     _ensure_var_is_initialized(_GLOBAL_TIMERS, "the set of timers")
     assert _GLOBAL_TIMERS is not None  # for type checkers
     return _GLOBAL_TIMERS
-
-
-def print_rank_0(message: str) -> None:
-    """Print on rank 0, and wherever ``torch.distributed`` is not initialised."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(message, flush=True)
-
-
-def is_last_rank() -> bool:
-    """Whether this is the last rank of the world."""
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-def print_rank_last(message: str) -> None:
-    """Print on the last rank, and wherever ``torch.distributed`` is not initialised."""
-    if not dist.is_initialized() or is_last_rank():
-        print(message, flush=True)
 
 
 def param_is_not_shared(param: Tensor) -> bool:
