@@ -15,6 +15,7 @@ from .lanes import Lane, current_stream
 from .reduction import FlatReduction, ReductionOptions, gradient_dtype, refuse_sparse
 
 LARGE_BYTES = 1 << 16  # of a gradient that is worth a copy of its own
+MOST_KEPT_BYTES = 31 << 20  # glibc never learns to keep freed memory beyond 32 MiB
 _LAYOUT, _HISTORY = attrgetter("layout"), attrgetter("_version", "requires_grad")
 
 
@@ -162,6 +163,11 @@ class Bucket:
 
     def _allocate(self) -> None:
         length = self._numel + len(self.params)
+        if self._device.type == "cpu":
+            # Freed untouched, and costs nothing. After it glibc keeps the memory of freed gradients
+            # (mallopt(3), M_MMAP_THRESHOLD); before, 8 x Linear(1024) had 7,000 page faults a step.
+            size = min(length * self._dtype.itemsize, MOST_KEPT_BYTES)
+            torch.empty(size, dtype=torch.uint8)
         self._flat = torch.empty(length, dtype=self._dtype, device=self._device)
         self._slots, start = [], 0
         for param, numel, stride in zip(self.params, self._numels, self._strides, strict=True):
