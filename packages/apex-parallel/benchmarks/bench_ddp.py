@@ -3,8 +3,10 @@
 "torch" is torch's default, "torch_views" has gradient_as_bucket_view, "alone" reduces nothing and
 is what no wrapper can beat. Gradients are either set to None before each step, the default of
 zero_grad, or kept and set to zero. All contestants live in the same two processes and take turns.
-Rank 1 does what rank 0 tells it through a pipe, which costs some 50 us a step for everyone. The
-last cases have 1 and 4 processes: where four share two cores, only ratios within a case count.
+Rank 1 does what rank 0 tells it through a pipe and reports back, which costs some 100 us a step for
+everyone. A step ends when all ranks have ended it: otherwise one that waits for nobody leaves a
+late rank to its successor. The last cases have 1 and 4 processes: where four share two cores, only
+ratios within a case count.
 """
 
 import multiprocessing
@@ -151,6 +153,7 @@ def follow(rank, world_size, connection, init_file):
         steps = contestants(model, kept)
         while (name := connection.recv()) is not None:
             steps[name]()
+            connection.send(name)
     dist.destroy_process_group()
 
 
@@ -168,6 +171,8 @@ def lead(world_size, connections, init_file):
             def run():
                 tell(name)
                 steps[name]()
+                for connection in connections:
+                    connection.recv()
 
             return run
 
