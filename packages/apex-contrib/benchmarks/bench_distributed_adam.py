@@ -1,10 +1,10 @@
 """A training step on 2 gloo processes: DistributedFusedAdam and what users have today.
 
 "torch_ddp" is DistributedDataParallel with torch's fused AdamW, "torch_zero" the same with
-ZeroRedundancyOptimizer, "torch_fsdp2" is fully_shard of every layer. "apex" has new parameters
-arrive in the next forward (``module=``, ``overlap_param_sync``), "apex_waits" in ``step()``. A step
-is forward, backward, step and zero_grad. All live in the same two processes and take turns; rank 1
-does what rank 0 tells it through a pipe.
+ZeroRedundancyOptimizer, "torch_fsdp2" is fully_shard of every layer. With "apex" new parameters
+arrive in ``step()``, with "apex_overlap" in the next forward (``module=``, ``overlap_param_sync``).
+A step is forward, backward, step and zero_grad. All live in the same two processes and take turns;
+rank 1 does what rank 0 tells it through a pipe.
 
 Bytes of state per parameter are printed for each, and for our options.
 
@@ -130,8 +130,8 @@ def contestants(name):
     fused = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-4, fused=True)
     ours = partial(DistributedFusedAdam, lr=1e-4, weight_decay=0.01, bucket_cap_mb=CAP_MB)
-    add("apex", plain, ours, overlap_param_sync=True)
-    add("apex_waits", plain, ours)
+    add("apex", plain, ours)
+    add("apex_overlap", plain, ours, overlap_param_sync=True)
     add("torch_ddp", DistributedDataParallel, fused)
     add("torch_zero", DistributedDataParallel, zero)
     add("torch_fsdp2", sharded, fused)

@@ -97,8 +97,8 @@ class Reduction:
 
     gloo's reduce_scatter is an all_reduce underneath, which moves twice as much as is needed. On
     CPUs each rank gets the parts of its shard by all_to_all instead, and adds them up in the order
-    of ranks and in float32. So a sum has the same bits wherever it lies in a bucket. On two
-    processes of one machine 16 MB take 34 ms instead of 51.
+    of ranks and in float32. So a sum has the same bits wherever it lies in a bucket. Between two
+    processes of one machine 16 MB take 18 ms instead of 27.
 
     Args:
         bucket: consumed; of equal shards.
@@ -172,8 +172,8 @@ def all_gather(out: Tensor, shard: Tensor, groups: Groups) -> Works:
     """Start to gather equal shards, and return what to wait for.
 
     Bytes are sent, because gloo refuses some dtypes. ``shard`` may be its own part of ``out``.
-    gloo's all_gather copies all that it has received once more: on two processes of one machine it
-    takes 77 ms for 16 MB, and a broadcast by each rank 28.
+    gloo's all_gather copies all that it has received once more. Broadcasts by two processes of one
+    machine take 6.6 ms of processor time for 16 MB instead of 11.
     """
     works, group, parts = Works(), groups.distributed, out.split(shard.numel())
     raw = shard.view(torch.uint8)

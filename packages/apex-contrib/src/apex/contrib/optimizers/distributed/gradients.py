@@ -210,7 +210,8 @@ def begin_round(optimizer: Any) -> None:
         for fragment in optimizer.fragments[id(param)]:
             current.expected[fragment.bucket_id] += 1
         # Left by passes under no_sync. This rank alone may have it, so it goes with this round.
-        if not getattr(param, "_disable_greedy_grad_copy", False):  # set by NeMo, which copies it
+        # NeMo sets that attribute, and copies it.
+        if param.grad is not None and not getattr(param, "_disable_greedy_grad_copy", False):
             copy_if_new(optimizer, param)
     if in_nested_backward():
         return
@@ -308,7 +309,8 @@ def sync(optimizer: Any) -> None:
     """Have all gradients reduced; a collective call."""
     agree(optimizer)
     for param in trainable(optimizer):
-        copy_if_new(optimizer, param)
+        if param.grad is not None:
+            copy_if_new(optimizer, param)
     if optimizer.round.next or not optimizer.is_reduced:
         finish_round(optimizer)
     finish_all(optimizer)
@@ -316,7 +318,7 @@ def sync(optimizer: Any) -> None:
 
 def copy_if_new(optimizer: Any, param: Tensor) -> None:
     """Copy a gradient that is not in the optimizer's buckets."""
-    if param.grad is not None and not is_own_view(optimizer, param):
+    if not is_own_view(optimizer, param):
         optimizer._grad_copy(param)
 
 

@@ -138,25 +138,24 @@ def check_was_current(optimizer: Any, param: Tensor) -> None:
 def copy_fragments(optimizer: Any, fragments: Iterable[ParameterFragment]) -> None:
     """Copy fragments of whole buckets into their parameters, unless those are views of them."""
     sources, targets, groups = [], [], optimizer.param_groups
+    has_views = bool(optimizer._param_buffers)
     for fragment in fragments:
         begin, end = fragment.param_range
         bucket_id = fragment.bucket_id
         bucket = optimizer._params_buckets.get(bucket_id)
-        param = groups[fragment.param_group_id]["params"][fragment.param_id]
         if begin == end or bucket is None:
             continue
+        param = groups[fragment.param_group_id]["params"][fragment.param_id]
         if not bucket.slots:
             bucket.slots, _ = optimizer.state["buckets"][bucket_id].cut(bucket.params_bucket)
-        source = bucket.slots[fragment.bucket_range[0]]
+        source, target = bucket.slots[fragment.bucket_range[0]], param
         if not source.is_floating_point():
             source = leading_bytes(source, param.dtype)
-        if end - begin == param.numel() and param.is_contiguous():
-            target = param
-            if param.dim() != 1:
-                source = source.view(param.shape)
-        else:
+        if end - begin != param.numel() or not param.is_contiguous():
             target = flat_view(param)[begin:end]
-        if source.data_ptr() == target.data_ptr():
+        elif param.dim() != 1:
+            source = source.view(param.shape)
+        if has_views and source.data_ptr() == target.data_ptr():
             continue
         sources.append(source)
         targets.append(target)

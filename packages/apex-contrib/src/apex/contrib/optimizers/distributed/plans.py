@@ -35,7 +35,7 @@ class Planned(NamedTuple):
 
 def trainable(optimizer: Any) -> list[Tensor]:
     """The parameters that require gradients."""
-    return [param for param in optimizer.parameters() if param.requires_grad]
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def agree(optimizer: Any) -> None:
