@@ -1,4 +1,4 @@
-"""megatron-core's distributed optimizer on two processes, with FusedAdam's narrow states."""
+"""megatron-core's distributed optimizer on 2 and 4 processes, with FusedAdam's narrow states."""
 
 import sys
 import types
@@ -163,3 +163,8 @@ def check_training(rank, world):
 @pytest.mark.slow
 def test_two_processes(two_ranks):
     two_ranks(check_training, timeout_s=240)
+
+
+@pytest.mark.slow
+def test_four_processes(four_ranks):
+    four_ranks(check_training, timeout_s=240)

@@ -1,4 +1,4 @@
-"""NeMo's subclass of DistributedFusedAdam, its own file unmodified, on two processes.
+"""NeMo's subclass of DistributedFusedAdam, its own file unmodified, on two and four processes.
 
 NeMo 1.14 has what its first version overrides, NeMo 2.2 what its last one does. ``__init__`` files
 are left out, because they import all of NeMo; Transformer Engine's version is said to be 0.
@@ -151,6 +151,10 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_training(two_ranks, options):
     two_ranks(check_options, options=options)
+
+
+def test_training_of_four(four_ranks):
+    four_ranks(check_options, options={})
 
 
 def check_hooks_that_initialize(rank, world):

@@ -86,6 +86,14 @@ class Network:
         """Pull a host's cable: from now on nobody hears of it, no reset of a connection either."""
         ip("-n", self.name(host), "link", "set", "eth0", "down")
 
+    def limit(self, host: int, rate: str) -> None:
+        """Let a host send no more than ``rate``, as tc writes it: 1gbit."""
+        shape = ["root", "tbf", "rate", rate, "burst", "1mb", "latency", "100ms"]
+        line = ["tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", *shape]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(line)}: {done.stderr.strip()}")
+
     def start(self, host: int, command: list[str], environment: dict[str, str], log: str):
         """Start a command on a host; its output is appended to ``log``."""
         inside = ["ip", "netns", "exec", self.name(host), *command]

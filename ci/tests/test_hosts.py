@@ -30,6 +30,12 @@ def test_hosts_that_reach_each_other_until_a_cable_is_pulled(tmp_path):
         command = [sys.executable, "-c", LISTEN]
         server = hosts.start(1, command, dict(os.environ), str(tmp_path / "log"))
         assert any(connects(hosts) for _ in range(20))
+        hosts.limit(1, "1gbit")
+        shown = network.ip("netns", "exec", hosts.name(1), "tc", "qdisc", "show", "dev", "eth0")
+        assert "tbf" in shown
+        assert "rate 1Gbit" in shown
+        with pytest.raises(RuntimeError, match=r"tc -n \S+ qdisc replace .*rate fast"):
+            hosts.limit(1, "fast")
         hosts.unplug(1)
         assert not connects(hosts)
         assert server.poll() is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .model_parallel import alone  # noqa: F401  (fixture)
-from .ranks import doomed_ranks, four_ranks, two_ranks  # noqa: F401  (fixtures)
+from .ranks import doomed_ranks, four_doomed_ranks, four_ranks, two_ranks  # noqa: F401  (fixtures)
 
 DEVICES = ("cpu", "cuda")
 # A skip with one of these behind it hides a kernel that is missing or cannot be built.

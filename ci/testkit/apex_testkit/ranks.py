@@ -120,3 +120,9 @@ def four_ranks(tmp_path_factory):
 def doomed_ranks(tmp_path_factory):
     """Two processes of this test alone, one of which is to die."""
     yield from _ranks(2, tmp_path_factory)
+
+
+@pytest.fixture
+def four_doomed_ranks(tmp_path_factory):
+    """Four processes of this test alone, one of which is to die."""
+    yield from _ranks(4, tmp_path_factory)

@@ -1,16 +1,30 @@
 """A training step on 2 gloo processes: DistributedFusedAdam and what users have today.
 
 "torch_ddp" is DistributedDataParallel with torch's fused AdamW, "torch_zero" the same with
-ZeroRedundancyOptimizer, "torch_fsdp2" is fully_shard of every layer. A step is forward, backward,
-step and zero_grad. All live in the same two processes and take turns; rank 1 does what rank 0 tells
-it through a pipe. Bytes of state per parameter are printed for each, and for our options.
+ZeroRedundancyOptimizer, "torch_fsdp2" is fully_shard of every layer. With "apex" new parameters
+arrive in ``step()``, with "apex_overlap" in the next forward (``module=``, ``overlap_param_sync``).
+A step is forward, backward, step and zero_grad. All live in the same two processes and take turns;
+rank 1 does what rank 0 tells it through a pipe.
+
+Bytes of state per parameter are printed for each, and for our options.
+
+Last, the two processes live in two network namespaces, of which tc limits the rate. Exposed is the
+time of a step minus that of a plain module with torch's fused AdamW. That needs root and the
+commands ip and tc; where they are missing it says so and ends.
 """
 
 import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
 import tempfile
+import time
 import warnings
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,9 +34,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
-from apex_testkit.bench import compare
+from apex_testkit.bench import compare, record_samples
+from apex_testkit.load import Load, LoadMeter
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+from ci.hosts.network import Network, what_is_missing
 
 WORLD = 2
+RATES = {"1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
+NETWORK_ROUNDS = 6  # the first one warms up
+CAP_MB = 8  # of our buckets
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 # Options, and the dtype of the parameters whose state's bytes are printed.
 OPTIONS = {
@@ -64,12 +85,13 @@ class Vectors(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Vectors(0) for _ in range(10 * (count > 0)))
         for layer in self.layers:
-            layer.own = nn.ParameterList([torch.randn(64) for _ in range(count // 10)])
+            for i in range(count // 10):
+                layer.register_parameter(f"own{i}", nn.Parameter(torch.randn(64)))
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-        return x if self.layers else x + sum(self.own)
+        return x if self.layers else x + sum(self._parameters.values())
 
 
 MODELS = {
@@ -83,10 +105,12 @@ def contestants(name):
     build, make_input = MODELS[name]
     x, steps, optimizers = make_input(), {}, {}
 
-    def add(contestant, wrap, make_optimizer):
+    def add(contestant, wrap, make_optimizer, **options):
         torch.manual_seed(0)
         model = wrap(build())
-        optimizer = make_optimizer(model.parameters())
+        if options:
+            options["module"] = model
+        optimizer = make_optimizer(model.parameters(), **options)
 
         def step():
             model(x).square().mean().backward()
@@ -95,6 +119,9 @@ def contestants(name):
 
         steps[contestant], optimizers[contestant] = step, optimizer
 
+    def plain(model):
+        return model
+
     def sharded(model):
         for layer in model.layers:
             fully_shard(layer)
@@ -102,12 +129,13 @@ def contestants(name):
 
     fused = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     zero = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-4, fused=True)
-    for label, cap in (("apex", 25), ("apex_default_buckets", 100)):
-        ours = partial(DistributedFusedAdam, lr=1e-4, weight_decay=0.01, bucket_cap_mb=cap)
-        add(label, lambda model: model, ours)
+    ours = partial(DistributedFusedAdam, lr=1e-4, weight_decay=0.01, bucket_cap_mb=CAP_MB)
+    add("apex", plain, ours)
+    add("apex_overlap", plain, ours, overlap_param_sync=True)
     add("torch_ddp", DistributedDataParallel, fused)
     add("torch_zero", DistributedDataParallel, zero)
-    add("torch_fsdp2", sharded, partial(torch.optim.AdamW, lr=1e-4))
+    add("torch_fsdp2", sharded, fused)
+    add("alone", plain, fused)
     return steps, optimizers
 
 
@@ -164,7 +192,7 @@ def work(rank, connection, init_file):
             steps[name]()
 
         if rank == 0:
-            calls = {name: partial(together, name) for name in steps}
+            calls = {name: partial(together, name) for name in steps if name != "alone"}
             compare("distributed_adam", f"{model}, {WORLD} ranks", **calls)
             connection.send(None)
         else:
@@ -175,7 +203,8 @@ def work(rank, connection, init_file):
     dist.destroy_process_group()
 
 
-def main():
+def two_processes():
+    """All cases over the machine's own network."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.NamedTemporaryFile() as file:
@@ -190,5 +219,67 @@ def main():
             follower.kill()
 
 
+def work_on_host(rank, case, address):
+    """One rank's part in a namespace; rank 0 reports what is exposed."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    where, limit = f"tcp://{address}:29579", timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD, timeout=limit)
+    model = next(iter(MODELS))
+    steps, _ = contestants(model)
+    samples = {name: [] for name in steps}
+    names, meter, began, own = list(steps), LoadMeter(), time.perf_counter(), time.process_time()
+    for run in range(NETWORK_ROUNDS):
+        shift = run % len(names)
+        for name in names[shift:] + names[:shift]:
+            steps[name]()  # not timed: it finds nothing under way, which a step may leave behind
+            dist.barrier()
+            for _ in range(2):
+                start = time.perf_counter()
+                steps[name]()
+                if run:
+                    samples[name].append((time.perf_counter() - start) * 1e6)
+    elapsed = time.perf_counter() - began
+    peer = torch.tensor((time.process_time() - own) / elapsed)  # cores of rank 1
+    dist.broadcast(peer, 1)
+    if rank == 0:
+        load = meter.read()
+        if load.others is not None:
+            load = Load(max(0.0, load.others - peer.item()), load.steal)
+        alone = statistics.median(samples.pop("alone"))
+        exposed = {name: [max(t - alone, 1.0) for t in times] for name, times in samples.items()}
+        title = f"{model}, {case}, exposed beyond {alone / 1e3:.0f} ms"
+        record_samples("distributed_adam", title, exposed, load)
+    dist.destroy_process_group()
+
+
+def two_hosts():
+    """What is exposed at limited rates."""
+    missing = what_is_missing() or (not shutil.which("tc") and "the command `tc` was not found")
+    if missing:
+        print(f"distributed_adam: no limited rates: {missing}")
+        return
+    with Network(WORLD) as network:
+        for case, rate in RATES.items():
+            ranks = []
+            for host in network.hosts:
+                network.limit(host, rate)
+                program = [sys.executable, __file__, str(host - 1), case, network.address(1)]
+                line = ["ip", "netns", "exec", network.name(host), *program]
+                environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}
+                ranks.append(subprocess.Popen(line, env=environment))
+            try:
+                codes = [process.wait(timeout=600) for process in ranks]
+            finally:
+                for process in ranks:
+                    process.kill()
+            if any(codes):
+                sys.exit(f"distributed_adam: a rank failed at {case}: {codes}")
+
+
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        work_on_host(int(sys.argv[1]), *sys.argv[2:])
+    else:
+        two_processes()
+        two_hosts()

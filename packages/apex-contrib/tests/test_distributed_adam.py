@@ -133,7 +133,7 @@ def test_16_bit_parameters(two_ranks, dtype):
     two_ranks(check_steps, size=2, dtype=dtype, all_options=options)
 
 
-def check_remainders(rank, world, size, steps):
+def check_remainders(rank, world, size, steps, cap):
     """The float32 values behind bfloat16 parameters are those of whole masters."""
     torch.manual_seed(0)
     value, group = torch.randn(300).bfloat16(), sub_group(world, size)
@@ -145,7 +145,12 @@ def check_remainders(rank, world, size, steps):
         ):
             param = nn.Parameter(value.clone())
             optimizer = DistributedFusedAdam(
-                [param], adam_w_mode=adam_w, process_group=group, **HYPER, **TINY, **options
+                [param],
+                adam_w_mode=adam_w,
+                process_group=group,
+                bucket_cap_mb=cap,
+                **HYPER,
+                **options,
             )
             generator = torch.Generator().manual_seed(rank)
             for _ in range(steps):
@@ -162,8 +167,9 @@ def check_remainders(rank, world, size, steps):
 
 
 def test_remainders_are_whole_masters_after_1000_steps(two_ranks):
-    two_ranks(check_remainders, size=1, steps=1000)
-    two_ranks(check_remainders, size=2, steps=50)
+    two_ranks(check_remainders, size=1, steps=1000, cap=1)
+    two_ranks(check_remainders, size=2, steps=1000, cap=1)
+    two_ranks(check_remainders, size=2, steps=50, cap=0)
 
 
 def adam(p, *grads, adam_w=True):
@@ -276,3 +282,33 @@ def check_redundant(rank, world):
 
 def test_redundant_process_group(four_ranks):
     four_ranks(check_redundant)
+
+
+def check_sums(rank, world):
+    """Reduced gradients: added up in the order of ranks, in float32, and rounded once."""
+    torch.manual_seed(0)
+    grads = [[torch.randn(shape) for shape in SHAPES] for _ in range(world)]
+    for dtype in (FLOAT32, BFLOAT16, FLOAT16):
+        for average, cap in ((True, 0), (True, 0.001), (False, 0.001), (True, 100)):
+            params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+            optimizer = DistributedFusedAdam(
+                params, grad_sync_dtype=dtype, bucket_cap_mb=cap, average_grad_sync=average
+            )
+            for param, grad in zip(params, grads[rank], strict=True):
+                param.grad = grad.clone()
+            optimizer.grad_sync()
+            for i, param in enumerate(params):
+                total = grads[0][i].to(dtype).float()
+                for other in grads[1:]:
+                    total = total + other[i].to(dtype).float()
+                expected = (total / world if average else total).to(dtype).view(-1)
+                for fragment in optimizer.state[param]["fragments"]:
+                    if fragment.in_local_shard:
+                        shard = optimizer.grads_buckets[fragment.bucket_id].grads_shard
+                        found = shard[slice(*fragment.shard_range)]
+                        assert torch.equal(found, expected[slice(*fragment.shard_param_range)])
+
+
+def test_sums_are_those_in_the_order_of_ranks(two_ranks, four_ranks):
+    two_ranks(check_sums)
+    four_ranks(check_sums)

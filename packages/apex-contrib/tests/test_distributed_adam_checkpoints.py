@@ -158,8 +158,9 @@ def check_torch(rank, world):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_torch_adamw(two_ranks):
+def test_torch_adamw(two_ranks, four_ranks):
     two_ranks(check_torch)
+    four_ranks(check_torch)
 
 
 def check_first_format(rank, world, gather):
@@ -238,6 +239,19 @@ def test_a_parameter_without_elements(two_ranks, tmp_path):
     two_ranks(check_empty, folder=str(tmp_path / "state"))
 
 
+def check_no_states(optimizer, saved):
+    """What is no state at all, or not one of this format."""
+    needed = r"with 'state' and 'param_groups'|step must be >= 0"
+    for misfit in (None, {}, {"state": {}}, {**saved, "state": {**saved["state"], "step": -1}}):
+        with pytest.raises(ValueError, match=needed):
+            optimizer.load_state_dict(misfit)
+    with pytest.raises(ValueError, match=needed):
+        optimizer.load_sharded_state_dict({})
+    for misfit in ({}, {**saved, "format": 1}, {**saved, "state": {}}):
+        with pytest.raises(ValueError, match="for_torch: the state must be"):
+            for_torch(misfit)
+
+
 def check_misfits(rank, world):
     params = parameters()
     optimizer = make(params)
@@ -265,6 +279,7 @@ def check_misfits(rank, world):
     for text, misfit in misfits.items():
         with pytest.raises(ValueError, match=text):
             optimizer.load_state_dict(misfit)
+    check_no_states(optimizer, saved)
     for p, q in zip(params, before, strict=True):
         assert torch.equal(p, q)
     with pytest.raises(ValueError, match="state_dict_format must be"):

@@ -1,5 +1,6 @@
 """Where the planner puts parameters, against rules that are checked element by element."""
 
+import copy
 import itertools
 import os
 import random
@@ -191,6 +192,9 @@ def check_errors(rank, world):
         (ValueError, "betas must be", {"betas": (1.0, 0.9)}),
         (ValueError, "eps must be >= 0", {"eps": -1.0}),
         (ValueError, "pipeline_size must be >= 1", {"pipeline_size": 0}),
+        (ValueError, "param_sync_dtype must be", {"param_sync_dtype": torch.float8_e5m2}),
+        (ValueError, "param_sync_dtype must be", {"param_sync_dtype": torch.complex64}),
+        (TypeError, "module must be a torch.nn.Module", {"module": "model"}),
     ]
     for kind, text, options in errors:
         with pytest.raises(kind, match=text):
@@ -209,6 +213,18 @@ def check_errors(rank, world):
 
 def test_errors(two_ranks):
     two_ranks(check_errors)
+
+
+def check_later_errors(rank, world):
+    optimizer = DistributedFusedAdam([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="param_sync_dtype must be"):
+        optimizer.init_params(param_sync_dtype=torch.float64)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+
+
+def test_later_errors(two_ranks):
+    two_ranks(check_later_errors)
 
 
 def test_without_a_process_group():

@@ -338,7 +338,8 @@ def check_bad_arguments(rank, world):
     for error, options, message in (
         (ValueError, {"lr": -1}, "lr must be"),
         (ValueError, {"betas": (1, 0.9)}, "betas must be"),
-        (ValueError, {"dwu_num_blocks": 0}, "dwu_num_blocks must be >= 1"),
+        (ValueError, {"dwu_num_blocks": 0}, "dwu_num_blocks must be an integer >= 1"),
+        (ValueError, {"dwu_num_chunks": 1.5}, "dwu_num_chunks must be an integer >= 1, got 1.5"),
         (ValueError, {"dwu_group_size": world + 1}, "dwu_group_size must divide"),
         (ValueError, {"param_order": params[:1]}, "param_order must hold each of the 2"),
         (ValueError, {"set_param_views_to_flat_buffer": True}, "of one dtype"),

@@ -174,6 +174,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self.param_sync()
             self._broadcast_params()
 
+    __getstate__ = arguments.refuse_copies
+
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value}" for name, value in self.args_dict.items())
         return f"{type(self).__name__}({given})"

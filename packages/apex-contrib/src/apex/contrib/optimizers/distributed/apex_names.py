@@ -9,9 +9,11 @@ from torch import Tensor
 
 from .arguments import devices_match as _devices_match
 from .collectives import (
+    Works as _CoalescingManager,
+)
+from .collectives import (
     _coalescing_manager,
     _coalescing_manager_append_work,
-    _CoalescingManager,
 )
 from .held_values import join
 from .parameters import copy_all

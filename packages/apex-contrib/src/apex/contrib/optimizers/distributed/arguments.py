@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 NAME = "DistributedFusedAdam"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def check_dtypes(dtype: torch.dtype, grad_sync_dtype: torch.dtype) -> None:
-    """Raise ValueError unless states and gradients are of a dtype that kernels know."""
+def check_dtypes(
+    dtype: torch.dtype, grad_sync_dtype: torch.dtype, param_sync_dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless states, gradients and parameters sent are of dtypes that we know."""
+    if param_sync_dtype not in FLOATS + INTEGERS:
+        raise ValueError(
+            f"{NAME}: param_sync_dtype must be torch.float32, float16, bfloat16 or an integer "
+            f"dtype, which stands for the leading bytes, got {param_sync_dtype}."
+        )
     for name, value in (("dtype", dtype), ("grad_sync_dtype", grad_sync_dtype)):
         if value not in FLOATS:
             raise ValueError(
@@ -26,7 +34,7 @@ def check_options(given: dict[str, Any]) -> None:
     dtype, sync = given["dtype"], given["param_sync_dtype"] or given["dtype"]
     if given["amsgrad"]:
         raise RuntimeError(f"{NAME}: amsgrad=True is not supported; use torch.optim.AdamW.")
-    check_dtypes(dtype, given["grad_sync_dtype"] or dtype)
+    check_dtypes(dtype, given["grad_sync_dtype"] or dtype, sync)
     if given["capturable"] and (given["with_scaled_states"] or given["store_param_remainders"]):
         raise RuntimeError(
             f"{NAME}: capturable=True works with neither with_scaled_states nor "
@@ -54,6 +62,31 @@ def check_options(given: dict[str, Any]) -> None:
     for name, low in (("bucket_cap_mb", 0), ("pipeline_size", 1)):
         if not given[name] >= low:
             raise ValueError(f"{NAME}: {name} must be >= {low}, got {given[name]}.")
+    module = given["module"]
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"{NAME}: module must be a torch.nn.Module, got {type(module).__name__}.")
+
+
+def check_state(state_dict: Any, where: str) -> None:
+    """Raise ValueError unless it is a dict with a state and groups of parameters."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+        raise ValueError(
+            f"{where}: the state must be a dict with 'state' and 'param_groups', as "
+            f"state_dict() returns, got {keys!r}."
+        )
+
+
+def refuse_copies(optimizer: Any) -> None:
+    """What copy and pickle call: process groups, hooks and messages under way stay where they are.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"{NAME}: an optimizer cannot be copied or pickled. Build another one, and give it "
+        "state_dict()."
+    )
 
 
 def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .arguments import NAME
-from .layout import GradientBucket, StateBucket, shaped_view
+from .layout import GradientBucket, shaped_view
 
 
 def param_buffer_of(optimizer: Any, bucket_id: int) -> Tensor | None:
@@ -54,27 +54,21 @@ def slots_of(optimizer: Any, bucket_id: int) -> dict[int, Tensor]:
         if optimizer.contiguous_grad_buffer:
             bucket.grads_bucket = grad_buffer_of(optimizer, bucket_id)
         else:
-            bucket.grads_bucket = torch.zeros(
+            bucket.grads_bucket = torch.empty(
                 state.bucket_size, dtype=state.grad_sync_dtype, device=state.device
             )
-        bucket.slots = slots_in(state, bucket.grads_bucket)
+        bucket.slots, bucket.gaps = state.cut(bucket.grads_bucket)
     elif len(bucket.slots) < len(state.fragments):  # more parameters since then
-        bucket.slots = slots_in(state, bucket.grads_bucket)
+        bucket.slots, bucket.gaps = state.cut(bucket.grads_bucket)
     return bucket.slots
 
 
-def slots_in(state: StateBucket, memory: Tensor) -> dict[int, Tensor]:
-    """Views of a bucket's fragments in ``memory``, by where they begin; split in one call."""
-    every = [fragment.bucket_range for fragment in state.fragments]
-    ranges = sorted((begin, end) for begin, end in every if begin < end)
-    if not ranges:
-        return {}
-    sizes, at = [], 0
-    for begin, end in ranges:
-        sizes += [begin - at, end - begin]
-        at = end
-    parts = memory[:at].split(sizes)[1::2]
-    return {begin: part for (begin, _), part in zip(ranges, parts, strict=True)}
+def zero_rest(bucket: GradientBucket) -> None:
+    """Zero what holds no gradient in a bucket that is about to leave."""
+    rest = [slot for place, slot in bucket.slots.items() if place not in bucket.written]
+    rest += bucket.gaps
+    if rest:
+        torch._foreach_zero_(rest)
 
 
 def grad_view(optimizer: Any, param: Tensor) -> Tensor:

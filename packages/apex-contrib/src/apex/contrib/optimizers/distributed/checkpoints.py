@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import local_states
-from .arguments import NAME
+from .arguments import NAME, check_state
 from .collectives import all_gather
 from .held_values import KEYS, read, send_parameters, value_dtype, write
 from .layout import flat_like, shaped_view
@@ -60,7 +61,16 @@ def for_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     Example:
         >>> plain = torch.optim.AdamW(model.parameters())
         >>> plain.load_state_dict(for_torch(optimizer.state_dict()))
+
+    Raises:
+        ValueError: it is of another format.
     """
+    check_state(state_dict, "for_torch")
+    if state_dict.get("format", 2) != 2 or "step" not in state_dict["state"]:
+        raise ValueError(
+            f"for_torch: the state must be of format 2, as {NAME}.state_dict() returns, got "
+            f"format {state_dict.get('format')}."
+        )
     step = torch.tensor(float(state_dict["state"]["step"]))
     state = {
         index: {**entry, "step": step.clone()}
@@ -86,9 +96,7 @@ def _collect(optimizer: Any, bucket_id: int, key: str, flats: dict[int, dict[str
     for fragment in bucket.local_fragments():
         shard[slice(*fragment.shard_range)] = read(optimizer, bucket, fragment, key)
     whole = torch.empty(bucket.bucket_size, dtype=dtype, device=bucket.device)
-    work = all_gather(whole, shard, optimizer.groups)
-    if work is not None:
-        work.wait()
+    all_gather(whole, shard, optimizer.groups).wait()
     whole = whole.cpu()
     starts = group_starts(optimizer)
     for fragment in bucket.fragments:
@@ -111,6 +119,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: it does not fit the parameters, or its format is unknown. Nothing has changed.
     """
+    if not isinstance(state_dict, Mapping) or "gathered_states" not in state_dict:
+        check_state(state_dict, f"{NAME}.load_state_dict")
     form = state_dict.get("format")
     if form is None:
         is_local = "gathered_states" in state_dict or "buckets" in state_dict.get("state", {})
@@ -176,6 +186,8 @@ def _count_of(state_dict: dict[str, Any], entries: list[dict[str, Any]]) -> int:
     """The one count of steps, wherever the state has it."""
     count = state_dict["state"].get("step")
     if count is not None:
+        if int(count) < 0:
+            raise ValueError(f"{NAME}.load_state_dict: step must be >= 0, got {int(count)}.")
         return int(count)
     counts = {int(e["step"]) for e in entries if e["step"] is not None}
     counts |= {int(g["step"]) for g in state_dict["param_groups"] if g.get("step") is not None}

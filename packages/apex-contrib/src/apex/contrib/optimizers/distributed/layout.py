@@ -94,6 +94,7 @@ class StateBucket:
         self.contiguous_buffer_offset = contiguous_buffer_offset
         self.filled_size, self.able_to_fill = 0, True
         self.fragments: list[ParameterFragment] = []
+        self._cuts: tuple[int, list[int], list[int]] = (0, [], [])
 
         def zeros(dtype: torch.dtype) -> Tensor:
             return torch.zeros(shard_size, dtype=dtype, device=device)
@@ -106,6 +107,34 @@ class StateBucket:
     def dtypes(self) -> Dtypes:
         """dtypes of the state, of gradients that are sent and of parameters that are sent."""
         return self.dtype, self.grad_sync_dtype, self.param_sync_dtype
+
+    def cut(self, memory: Tensor) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """Views of the fragments in a whole bucket's memory by where they begin, and of the rest.
+
+        They are split in one call; where to is kept until there are more fragments.
+        """
+        if self._cuts[0] != len(self.fragments):
+            ranges = [fragment.bucket_range for fragment in self.fragments]
+            sizes, begins, at = [], [], 0
+            for begin, end in sorted((begin, end) for begin, end in ranges if begin < end):
+                for stop, start in ((begin, -1), (end, begin)):
+                    if at < stop:
+                        sizes.append(stop - at)
+                        begins.append(start)  # -1: between fragments
+                        at = stop
+            if at < self.bucket_size:
+                sizes.append(self.bucket_size - at)
+                begins.append(-1)
+            self._cuts = len(self.fragments), sizes, begins
+        _, sizes, begins = self._cuts
+        slots: dict[int, Tensor] = {}
+        gaps = []
+        for begin, part in zip(begins, memory.split(sizes), strict=True):
+            if begin < 0:
+                gaps.append(part)
+            else:
+                slots[begin] = part
+        return slots, gaps
 
     def local_fragments(self) -> list[ParameterFragment]:
         """Those that this rank has a part of."""
@@ -129,8 +158,10 @@ class GradientBucket:
         grads_shard: this rank's shard of what was reduced so far, or None.
         sync_grads_shard, sync_request: the result of a reduction under way, and what to wait for.
         grads_generated: fragments that have arrived since the last reduction.
+        arrived: of those, the ones whose gradients are still where autograd put them.
         written: begins of the fragments in ``grads_bucket`` that hold gradients.
         slots: parts of ``grads_bucket`` by where they begin.
+        gaps: parts of ``grads_bucket`` between them, and behind them.
         copies, additions: pairs of a slot and what is to be copied or added to it.
         adding: begins of the slots in ``additions``.
     """
@@ -142,8 +173,10 @@ class GradientBucket:
         self.status = GradientStatus.READY
         self.sync_request: Any = None
         self.grads_generated: set[ParameterFragment] = set()
+        self.arrived: list[ParameterFragment] = []
         self.written: set[int] = set()
         self.slots: dict[int, Tensor] = {}
+        self.gaps: list[Tensor] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.additions: list[tuple[Tensor, Tensor]] = []
         self.adding: set[int] = set()
@@ -165,6 +198,8 @@ class ParameterBucket:
         params_bucket: everybody's.
         params_updated: ``(group id, parameter id)`` of those that have been copied out, or that
             were frozen at the step.
+        params_held: of all in the bucket, once somebody has asked.
+        slots: parts of ``params_bucket`` by where they begin, once somebody has asked.
     """
 
     def __init__(self) -> None:
@@ -173,6 +208,8 @@ class ParameterBucket:
         self.status = ParameterStatus.SHARDED
         self.sync_request: Any = None
         self.params_updated: set[tuple[int, int]] = set()
+        self.params_held: set[tuple[int, int]] | None = None
+        self.slots: dict[int, Tensor] = {}
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

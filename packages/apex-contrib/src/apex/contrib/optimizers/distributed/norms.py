@@ -90,6 +90,8 @@ def unscale(
         inv_scale = args[0]
     if (inv_scale is None) == (grad_scaler is None):
         raise ValueError(f"{NAME}.unscale_grads: give either inv_scale or grad_scaler.")
+    if grad_scaler is not None and not grad_scaler.is_enabled():
+        grad_scaler, inv_scale = None, 1.0
     if grad_scaler is not None:
         scale = grad_scaler._scale
         if scale is None:

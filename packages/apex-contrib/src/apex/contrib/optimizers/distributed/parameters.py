@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .arguments import NAME, check_group
-from .buffers import param_buffer_of, slots_in
 from .collectives import all_gather
 from .gradients import join_stream, on_stream
 from .layout import ParameterFragment, ParameterStatus, flat_view, shaped_view
@@ -58,8 +57,6 @@ def step_and_gather(optimizer: Any, count: Any) -> None:
 def start_gather(optimizer: Any, bucket_id: int) -> None:
     """Start to send this rank's shard of a bucket to the others."""
     bucket, state = optimizer._params_buckets[bucket_id], optimizer.state["buckets"][bucket_id]
-    if bucket.params_bucket is None:
-        bucket.params_bucket = param_buffer_of(optimizer, bucket_id)
     if bucket.params_bucket is None and optimizer.distributed_size == 1:
         bucket.params_bucket = bucket.params_shard
     if bucket.params_bucket is None:
@@ -88,37 +85,41 @@ def finish_gather(optimizer: Any, bucket_id: int) -> None:
     """Copy a whole bucket into its parameters, and let it go."""
     wait_for_gather(optimizer, bucket_id)
     bucket = optimizer._params_buckets[bucket_id]
-    fragments = [
-        f
-        for f in optimizer.state["buckets"][bucket_id].fragments
-        if (f.param_group_id, f.param_id) not in bucket.params_updated
-    ]
+    every, updated = optimizer.state["buckets"][bucket_id].fragments, bucket.params_updated
+    fragments = [f for f in every if ids_of(f) not in updated] if updated else every
     optimizer._param_copy_fragments(fragments)
     del optimizer._params_buckets[bucket_id]
 
 
 def finish_parameters(optimizer: Any, params: Iterable[Tensor]) -> None:
     """Have the new values of some parameters, and leave the others under way."""
-    for param in params:
-        fragments = optimizer.state[param].get("fragments", ()) if param in optimizer.state else ()
-        waiting = [f for f in fragments if is_waiting(optimizer, f)]
-        for fragment in waiting:
-            wait_for_gather(optimizer, fragment.bucket_id)
-        optimizer._param_copy_fragments(waiting)
-        for fragment in waiting:
-            bucket = optimizer._params_buckets[fragment.bucket_id]
-            bucket.params_updated.add((fragment.param_group_id, fragment.param_id))
-            state = optimizer.state["buckets"][fragment.bucket_id]
-            ids = {(f.param_group_id, f.param_id) for f in state.fragments}
-            if ids <= bucket.params_updated:
-                del optimizer._params_buckets[fragment.bucket_id]
+    states = [optimizer.state[param] for param in params if param in optimizer.state]
+    fragments = (f for state in states for f in state.get("fragments", ()))
+    waiting = [f for f in fragments if is_waiting(optimizer, f)]
+    bucket_ids = list(dict.fromkeys(f.bucket_id for f in waiting))
+    for bucket_id in bucket_ids:
+        wait_for_gather(optimizer, bucket_id)
+    optimizer._param_copy_fragments(waiting)
+    buckets = optimizer._params_buckets
+    for fragment in waiting:
+        buckets[fragment.bucket_id].params_updated.add(ids_of(fragment))
+    for bucket_id in bucket_ids:
+        bucket = buckets[bucket_id]
+        if bucket.params_held is None:
+            bucket.params_held = set(map(ids_of, optimizer.state["buckets"][bucket_id].fragments))
+        if len(bucket.params_updated) == len(bucket.params_held):
+            del buckets[bucket_id]
+
+
+def ids_of(fragment: ParameterFragment) -> tuple[int, int]:
+    """Ids of its group and of its parameter."""
+    return fragment.param_group_id, fragment.param_id
 
 
 def is_waiting(optimizer: Any, fragment: ParameterFragment) -> bool:
     """Whether new values of a fragment have not reached its parameter."""
     bucket = optimizer._params_buckets.get(fragment.bucket_id)
-    ids = (fragment.param_group_id, fragment.param_id)
-    return bucket is not None and ids not in bucket.params_updated
+    return bucket is not None and ids_of(fragment) not in bucket.params_updated
 
 
 def check_was_current(optimizer: Any, param: Tensor) -> None:
@@ -137,25 +138,25 @@ def check_was_current(optimizer: Any, param: Tensor) -> None:
 def copy_fragments(optimizer: Any, fragments: Iterable[ParameterFragment]) -> None:
     """Copy fragments of whole buckets into their parameters, unless those are views of them."""
     sources, targets, groups = [], [], optimizer.param_groups
-    slots: dict[int, dict[int, Tensor]] = {}
+    has_views = bool(optimizer._param_buffers)
     for fragment in fragments:
         begin, end = fragment.param_range
         bucket_id = fragment.bucket_id
         bucket = optimizer._params_buckets.get(bucket_id)
-        param = groups[fragment.param_group_id]["params"][fragment.param_id]
         if begin == end or bucket is None:
             continue
-        if bucket_id not in slots:
-            state = optimizer.state["buckets"][bucket_id]
-            slots[bucket_id] = slots_in(state, bucket.params_bucket)
-        source = slots[bucket_id][fragment.bucket_range[0]]
-        target = flat_view(param)
-        if end - begin < target.numel():
-            target = target[begin:end]
-        if source.data_ptr() == target.data_ptr():
-            continue
+        param = groups[fragment.param_group_id]["params"][fragment.param_id]
+        if not bucket.slots:
+            bucket.slots, _ = optimizer.state["buckets"][bucket_id].cut(bucket.params_bucket)
+        source, target = bucket.slots[fragment.bucket_range[0]], param
         if not source.is_floating_point():
             source = leading_bytes(source, param.dtype)
+        if end - begin != param.numel() or not param.is_contiguous():
+            target = flat_view(param)[begin:end]
+        elif param.dim() != 1:
+            source = source.view(param.shape)
+        if has_views and source.data_ptr() == target.data_ptr():
+            continue
         sources.append(source)
         targets.append(target)
     copy_all(sources, targets)
@@ -232,14 +233,20 @@ def make_param_buffers(optimizer: Any) -> None:
 
 
 def watch_module(optimizer: Any, module: nn.Module) -> None:
-    """Have the parameters of each submodule of ``module`` when its forward begins."""
+    """Have the parameters of each submodule of ``module`` when its forward begins.
+
+    A submodule whose forward was never called, such as the output projection of
+    torch.nn.MultiheadAttention, is used by the one that it belongs to, and arrives with that.
+    """
     owner = weakref.ref(optimizer)
+    called: set[nn.Module] = set()
 
     def before(submodule: nn.Module, _: Any) -> None:
+        called.add(submodule)
         optimizer = owner()
         if optimizer is None or not (optimizer._params_buckets or optimizer.late):
             return
-        params = [p for p in submodule._parameters.values() if p is not None]
+        params = list(used_by(submodule, called))
         optimizer.late.difference_update(map(id, params))  # from now on they are current
         finish_parameters(optimizer, params)
 
@@ -254,6 +261,14 @@ def watch_module(optimizer: Any, module: nn.Module) -> None:
             optimizer.late.update(late)
 
     for submodule in module.modules():
-        if any(param is not None for param in submodule._parameters.values()):
+        if next(submodule.parameters(), None) is not None:
             submodule.register_forward_pre_hook(before)
     module.register_forward_hook(after)
+
+
+def used_by(module: nn.Module, called: set[nn.Module]) -> Iterator[Tensor]:
+    """The module's own parameters, and those of submodules that are not in ``called``."""
+    yield from (param for param in module._parameters.values() if param is not None)
+    for child in module.children():
+        if child not in called:
+            yield from used_by(child, called)

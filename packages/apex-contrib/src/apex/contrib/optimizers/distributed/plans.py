@@ -35,7 +35,7 @@ class Planned(NamedTuple):
 
 def trainable(optimizer: Any) -> list[Tensor]:
     """The parameters that require gradients."""
-    return [param for param in optimizer.parameters() if param.requires_grad]
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def agree(optimizer: Any) -> None:
@@ -47,7 +47,7 @@ def agree(optimizer: Any) -> None:
     Raises:
         RuntimeError: the ranks' parameters, arguments or buckets differ.
     """
-    missing = [p for p in trainable(optimizer) if "fragments" not in optimizer.state[p]]
+    missing = [p for p in trainable(optimizer) if id(p) not in optimizer.fragments]
     if optimizer.plan_is_agreed and not missing:
         return
     groups, device = optimizer.groups, optimizer.device
@@ -125,8 +125,8 @@ def resolve_dtypes(
     """The dtypes of a bucket, from arguments of which None is the constructor's.
 
     Raises:
-        ValueError: ``dtype`` is not the constructor's, or gradients cannot be sent so.
-        RuntimeError: remainders or scaled states, and parameters cannot be sent so.
+        ValueError: ``dtype`` is not the constructor's, or one of the others cannot be sent.
+        RuntimeError: remainders, and parameters are not sent in bfloat16.
     """
     if dtype not in (None, optimizer.dtype):
         raise ValueError(
@@ -134,7 +134,7 @@ def resolve_dtypes(
         )
     grads = grad_sync_dtype or optimizer.grad_sync_dtype
     params = param_sync_dtype or optimizer.param_sync_dtype
-    check_dtypes(optimizer.dtype, grads)
+    check_dtypes(optimizer.dtype, grads, params)
     if optimizer.store_param_remainders and params != torch.bfloat16:
         raise RuntimeError(
             f"{NAME}: with store_param_remainders, param_sync_dtype must be bfloat16, got {params}."
@@ -167,7 +167,7 @@ def add_parameter(optimizer: Any, param: Tensor, where: tuple[int, int], dtypes:
         bucket.fragments.append(fragment)
         bucket.filled_size = fragment.bucket_range[1]
         fragments.append(fragment)
-    optimizer.state[param]["fragments"] = fragments
+    optimizer.state[param]["fragments"] = optimizer.fragments[id(param)] = fragments
     optimizer.plan_is_agreed = False
     take_values(optimizer, param, flat_view(param))
 

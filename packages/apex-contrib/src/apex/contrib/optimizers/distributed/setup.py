@@ -82,6 +82,7 @@ def _make_state(optimizer: Any) -> None:
     optimizer.planned = deque()  # of parameters that are about to get buckets
     optimizer.late = set()  # parameters that arrived after their forward
     optimizer.hooks = {}
+    optimizer.fragments = {}  # by id of parameter: quicker than state, which hashes tensors
 
 
 def take_in(optimizer: Any, groups: list[dict[str, Any]]) -> None:

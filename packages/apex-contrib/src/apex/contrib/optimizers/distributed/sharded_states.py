@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from . import local_states
+from .arguments import NAME, check_state
 from .checkpoints import group_starts
 from .held_values import KEYS, read, send_parameters, value_dtype, write
 from .plans import agree
@@ -94,6 +95,7 @@ def make(optimizer: Any) -> dict[str, Any]:
 @torch.no_grad()
 def take(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Take what ``torch.distributed.checkpoint.load`` has put into :func:`make`'s dict."""
+    check_state(state_dict, f"{NAME}.load_sharded_state_dict")
     local_states.check_groups(optimizer, state_dict["param_groups"])
     starts = group_starts(optimizer)
     for bucket in optimizer.state["buckets"]:

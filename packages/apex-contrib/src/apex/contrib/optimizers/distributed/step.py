@@ -26,7 +26,7 @@ def step_bucket(optimizer: Any, bucket_id: int, count: Any) -> ParameterBucket:
     state: StateBucket = optimizer.state["buckets"][bucket_id]
     grads = optimizer.grads_buckets[bucket_id].grads_shard
     new = ParameterBucket()
-    new.params_shard = new_values(optimizer, bucket_id)
+    new.params_bucket, new.params_shard = new_values(optimizer, bucket_id)
     by_group: dict[int, list[ParameterFragment]] = defaultdict(list)
     rows: dict[int, list[int]] = defaultdict(list)
     new.params_updated = frozen = frozen_parameters(optimizer, state)
@@ -49,19 +49,22 @@ def frozen_parameters(optimizer: Any, state: StateBucket) -> set[tuple[int, int]
     }
 
 
-def new_values(optimizer: Any, bucket_id: int) -> Tensor:
-    """Memory for the new values of a shard: that of the state where it is sent as it is."""
+def new_values(optimizer: Any, bucket_id: int) -> tuple[Tensor | None, Tensor]:
+    """Memory for a bucket's new values, if it is sent as it is, and this rank's shard of it."""
     state = optimizer.state["buckets"][bucket_id]
     sync, scaled = state.param_sync_dtype, optimizer.with_scaled_states
-    if not sync.is_floating_point:
+    is_sent = sync.is_floating_point
+    if not is_sent:
         sync = state.dtype if not scaled else torch.float32
-    buffer = param_buffer_of(optimizer, bucket_id)
-    if buffer is not None:
-        begin = state.shard_size * optimizer.distributed_rank
-        return buffer[begin : begin + state.shard_size]
-    if state.params_shard is not None and sync == state.dtype and not scaled:
-        return state.params_shard
-    return torch.zeros(state.shard_size, dtype=sync, device=state.device)
+    whole = param_buffer_of(optimizer, bucket_id)
+    is_kept = state.params_shard is not None and sync == state.dtype and not scaled
+    if whole is None and is_kept and (optimizer.distributed_size == 1 or not is_sent):
+        return None, state.params_shard
+    if whole is None and is_sent:
+        whole = torch.empty(state.bucket_size, dtype=sync, device=state.device)
+    if whole is None:
+        return None, torch.zeros(state.shard_size, dtype=sync, device=state.device)
+    return whole, whole.split(state.shard_size)[optimizer.distributed_rank]
 
 
 def step_group(
@@ -96,6 +99,8 @@ def step_group(
         copies = [new[b:e] for b, e in where]
         if own[0].data_ptr() == copies[0].data_ptr():
             copies = []
+        elif optimizer.capturable:  # a step that the device leaves out writes no copies
+            torch._foreach_copy_(copies, own)
         rests = state.param_remainders_shard
         call_counted(
             distributed_adam_step,

@@ -30,8 +30,8 @@ def check_options(given: dict[str, Any]) -> None:
         **dict.fromkeys(("dwu_group_size", "dwu_num_ag_pg", "nccl_allgather_channels"), 0),
     }
     for name, low in lowest.items():
-        if given[name] < low:
-            raise ValueError(f"{NAME}: {name} must be >= {low}, got {given[name]}.")
+        if not isinstance(given[name], int) or given[name] < low:
+            raise ValueError(f"{NAME}: {name} must be an integer >= {low}, got {given[name]!r}.")
     if given["e5m2_allgather"] and given["set_param_views_to_flat_buffer"]:
         raise ValueError(
             f"{NAME}: set_param_views_to_flat_buffer=True needs the parameters' own dtype in the "
