@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import math
+from fractions import Fraction
 from itertools import chain
 
 import pytest
@@ -496,9 +497,15 @@ def test_bad_options(device):
         ("betas", (0.9, 1.0)),
         ("adam_math_mode", "Adam"),
         ("swa_decay_rate", 1.1),
+        ("swa_decay_rate", None),
     ):
         with pytest.raises(ValueError, match=f"FusedAdamSWA: {name}"):
             FusedAdamSWA(*lists, **{"swa_decay_rate": 0.9, name: value})
+    optimizer = FusedAdamSWA(*lists, 0.9)
+    train(optimizer, lists[1], make_grads(1, lists), grad_clip_scale=Fraction(1, 2))
+    for scale, text in (("0.5", "'0.5'"), (torch.ones(2), r"a tensor \[2\]")):
+        with pytest.raises(RuntimeError, match=f"a tensor of one element, got {text}"):
+            optimizer.step(grad_clip_scale=scale)
     for name in ("amsgrad", "capturable", "master_weights"):
         with pytest.raises(NotImplementedError, match=f"{name}=True is not supported"):
             FusedAdamSWA(*lists, 0.9, **{name: True})

@@ -349,6 +349,8 @@ BAD = {
     "no tensor": (TypeError, "mask must be a tensor or None, got list", (Q, Q, Q, [1])),
     "gradient": (ValueError, "mask requires a gradient",
                  (Q, Q, Q, torch.ones(4, requires_grad=True))),
+    "negative inf": (ValueError, "inf must be a finite number >= 0", (Q, Q, Q, None, None, -1.0)),
+    "infinite inf": (ValueError, "got inf", (Q, Q, Q, torch.ones(4), None, float("inf"))),
     "mask's device": (ValueError, "mask is on meta", (Q, Q, Q, torch.ones(4, device="meta"))),
 }  # fmt: skip
 

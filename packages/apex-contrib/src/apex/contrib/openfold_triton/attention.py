@@ -42,6 +42,8 @@ def attention(
     """
     query, key, value, bias = autocast(query, key, value, bias)
     _check(name, query, key, value)
+    if not 0 <= inf < math.inf:
+        raise ValueError(f"{name}: inf must be a finite number >= 0, such as 1e9, got {inf}.")
     scores = (*query.shape[:-1], key.shape[-2])
     mask, bias = (
         None if x is None else _checked(name, argument, x, scores, query)

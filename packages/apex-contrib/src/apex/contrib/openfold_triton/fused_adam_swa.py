@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import chain
+from numbers import Real
 from operator import is_
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,7 +126,7 @@ class FusedAdamSWA(torch.optim.Optimizer):
             if given is None:
                 raise ValueError(f"{NAME}: {name} must be a list of tensors, got None.")
         self.adam_math_mode = _mode_of(adam_math_mode)
-        if not 0 <= swa_decay_rate <= 1:
+        if swa_decay_rate is None or not 0 <= swa_decay_rate <= 1:
             raise ValueError(f"{NAME}: swa_decay_rate must be in [0, 1], got {swa_decay_rate}.")
         self.swa_decay_rate, self.set_grad_none = float(swa_decay_rate), set_grad_none
         self.compute_param_groups = [{"params": list(compute_params)}]
@@ -429,11 +430,11 @@ def _scales(scale: float | Tensor | None, device: torch.device) -> tuple[Tensor 
     """What gradients are multiplied by: a tensor on their device, or None, and a number."""
     if scale is None:
         return None, 1.0
-    if not isinstance(scale, Tensor):
+    if isinstance(scale, Real):
         return None, float(scale)
-    if scale.numel() != 1:
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        got = f"a tensor {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
         raise RuntimeError(
-            f"{NAME}.step: grad_clip_scale must be a number or one element, got a tensor "
-            f"{list(scale.shape)}."
+            f"{NAME}.step: grad_clip_scale must be a number or a tensor of one element, got {got}."
         )
     return scale.detach().reshape(1).to(device, torch.float64), 1.0
