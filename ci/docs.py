@@ -19,7 +19,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "testkit"))
 
-from apex_testkit.bench_report import plot, read_records, table
+from apex_testkit.bench_report import markdown, plot, read_records
 from ci import workspace
 from ci.workspace import PACKAGES, ROOT
 
@@ -73,7 +73,7 @@ def packages(pages: Path) -> None:
 
 def benchmark_pages(folder: Path) -> None:
     """A table and a picture of each benchmark's figures, and a list of them."""
-    names = sorted(file.stem for file in (ROOT / "docs" / "benchmarks").glob("*.jsonl"))
+    names = sorted(file.stem for file in (ROOT / "docs" / "benchmarks").glob("[!.]*.jsonl"))
     for name in names:
         benchmark_page(name, folder)
     listed = "\n".join(f"- [{name}]({name}.md)" for name in names)
@@ -82,15 +82,24 @@ def benchmark_pages(folder: Path) -> None:
 
 
 def benchmark_page(name: str, folder: Path) -> None:
-    """Write a table, and a picture of the setting that compares kernels alone."""
+    """Write a table per setting, and a picture of the one that compares kernels alone."""
     records = read_records(ROOT / "docs" / "benchmarks" / f"{name}.jsonl")
-    threads = max(record["threads"] for record in records)
-    main = [r for r in records if r["threads"] == threads and r["malloc"] == "tuned"]
+    settings: dict[tuple, list[dict]] = {}
+    for record in records:
+        setting = tuple(record[key] for key in ("threads", "malloc", "processor", "torch"))
+        settings.setdefault(setting, []).append(record)
+    most = max(record["threads"] for record in records)
+    main = [r for r in records if r["threads"] == most and r["malloc"] == "tuned"]
     plot(main, folder / f"{name}.png")
+    tables = [
+        f"## {threads} {'thread' if threads == 1 else 'threads'}, {malloc} malloc\n\n"
+        f'{processor}, torch {torch}. "!": other processes took more than 12 % of a core.\n\n'
+        f"{markdown(rows)}\n"
+        for (threads, malloc, processor, torch), rows in settings.items()
+    ]
     (folder / f"{name}.md").write_text(
         f"# {name}\n\n`nox -s bench -- {name}` repeats it.\n\n"
-        f"![Time of the peers of {name}, relative to ours]({name}.png)\n\n"
-        f"```\n{table(records)}\n```\n"
+        f"![Time of the peers of {name}, relative to ours]({name}.png)\n\n" + "\n".join(tables)
     )
 
 
@@ -178,14 +187,14 @@ def menu(pages: Path) -> list:
     return parts
 
 
-def by_package(files: list[str]) -> list[dict[str, list[str]]]:
-    """The pages of modules below the names that users import from."""
-    groups: dict[str, list[str]] = {}
+def by_package(files: list[str]) -> list[dict[str, list[dict[str, str]]]]:
+    """The pages of modules below the names that users import from, which titles do not repeat."""
+    groups: dict[str, list[dict[str, str]]] = {}
     for file in files:
         name = Path(file).stem
         parts = name.split(".")
         group = ".".join(parts[:2]) if parts[0] == "apex" else "Apex's extension modules"
-        groups.setdefault(group, []).append(file)
+        groups.setdefault(group, []).append({name.removeprefix(f"{group}."): file})
     return [{group: files} for group, files in groups.items()]
 
 

@@ -38,7 +38,8 @@ def _block(match: re.Match) -> str:
     indent, kind, body = match.groups()
     body = textwrap.dedent(body.replace("\n", "\n" + indent)).strip()
     if kind == "math":
-        body = f"$$\n{body}\n$$"
+        # A blank line ends a formula, and the next one begins.
+        body = "\n\n".join(f"$$\n{part}\n$$" for part in re.split(r"\n\s*\n", body))
     else:
         body = "!!! warning\n\n" + textwrap.indent(textwrap.dedent(body), "    ")
     return "\n" + textwrap.indent(body, indent) + "\n\n"

@@ -228,12 +228,19 @@ def write(root: Path, made: Plan) -> None:
         copy = folder / "changes" / "shared" / Path(path).name
         copy.parent.mkdir(parents=True, exist_ok=True)  # git keeps no empty folder
         shutil.copy(root / path, copy)
+    for fragment in (folder / "changes").rglob("*.md"):
+        fragment.write_text(one_line_per_paragraph(fragment.read_text()))
     git(root, "add", "--all")
     command = [sys.executable, "-m", "towncrier", "build", "--yes", "--config", "ci/towncrier.toml"]
     command += ["--dir", f"packages/{made.package}", "--name", made.package]
     subprocess.run([*command, "--version", made.version], cwd=root, check=True)
     for path in made.obsolete:
         (root / path).unlink()
+
+
+def one_line_per_paragraph(text: str) -> str:
+    """Join the lines of each paragraph: pages of releases show every end of a line."""
+    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n")) + "\n"
 
 
 def commit(root: Path, made: Plan) -> str:

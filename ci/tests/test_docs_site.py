@@ -30,6 +30,12 @@ def test_formulas_of_several_lines(start):
     assert "".join(markdown(f"{start}\n    + y\n\nNext.").split()) == "$$x+y$$Next."
 
 
+def test_a_blank_line_begins_another_formula():
+    text = markdown(".. math::\n    x\n    + y\n\n    z\n\nNext.")
+    assert "".join(text.split()) == "$$x+y$$$$z$$Next."
+    assert "\n\n" not in text.strip().partition("$$")[2].partition("$$")[0]
+
+
 def test_warnings():
     text = markdown(".. warning::\n    Slow.\n\nNext.")
     assert text.strip() == "!!! warning\n\n    Slow.\n\nNext."
@@ -40,6 +46,23 @@ def test_formulas_become_mathml():
     assert page.startswith('<p><math xmlns="http://www.w3.org/1998/Math/MathML" display="inline">')
     assert "arithmatex" not in page
     assert "&#x0003C;" in page
+
+
+def test_a_benchmark_page_has_a_table_per_setting(tmp_path):
+    docs.benchmark_page("clip_grad", tmp_path)
+    page = (tmp_path / "clip_grad.md").read_text()
+    assert page.count("\n## ") == 3
+    assert "\n## 1 thread, tuned malloc\n" in page
+    assert "(in a loop)" not in page
+    assert (tmp_path / "clip_grad.png").stat().st_size > 1000
+
+
+def test_the_menu_does_not_repeat_a_package():
+    files = ["api/apex.amp.md", "api/apex.amp.scaler.md", "api/amp_C.md"]
+    assert docs.by_package(files) == [
+        {"apex.amp": [{"apex.amp": files[0]}, {"scaler": files[1]}]},
+        {"Apex's extension modules": [{"amp_C": files[2]}]},
+    ]
 
 
 MODULE = '''"""A module."""

@@ -65,7 +65,7 @@ def test_a_shared_change_reaches_two_packages_of_different_versions(root, tmp_pa
     change_shared(root, "warp-sums", "Sums over a warp are exact.")
     own = root / "packages/apex-amp/changes"
     own.mkdir()  # the release before has emptied it
-    (own / "+scale.added.md").write_text("Loss scales may be tensors.\n")
+    (own / "+scale.added.md").write_text("Loss scales\nmay be tensors.\n")
     save(root, "scale")
 
     amp = make(root, "apex-amp", "1.1.0")

@@ -50,7 +50,10 @@ def call_counted(overload: Callable[..., Any], *args: Any) -> Any:
     with below_autograd():
         result = overload(*args)
     if not torch.compiler.is_compiling():
-        tensors = [tensor for _, tensor in _written_tensors(overload, args, {})]
+        tensors: list[Tensor] = []
+        for position, _ in _written(overload):
+            value = args[position] if position < len(args) else None
+            tensors += [value] if isinstance(value, Tensor) else value or ()
         torch.autograd.graph.increment_version(tensors)
     return result
 

@@ -106,12 +106,16 @@ def table(records: list[dict]) -> str:
 
 
 def markdown(records: list[dict]) -> str:
-    """Return records of a GPU as a Markdown table, a row per case: ours, and times of the peers."""
+    """Return records as a Markdown table, a row per case: ours, and times of the peers.
+
+    Times in a loop are there for GPUs. A case that no attempt measured quietly has a ``!``.
+    """
     cases: dict[tuple, list[dict]] = {}
     for record in records:
         cases.setdefault((record["op"], record["case"]), []).append(record)
+    loop = " (in a loop)" if any(r.get("loop_ratio") for r in records) else ""
     lines = [
-        "| op | case | apex, us | of copy bandwidth | peers' time / ours (in a loop) |",
+        f"| op | case | apex, us | of copy bandwidth | peers' time / ours{loop} |",
         "|---|---|---:|---:|---|",
     ]
     for (op, case), rows in cases.items():
@@ -119,6 +123,7 @@ def markdown(records: list[dict]) -> str:
         peers = ", ".join(_peer(r) for r in rows if r["contestant"] != "apex")
         fraction = f"{ours['copy_fraction']:.0%}" if ours and ours["copy_fraction"] else ""
         time_us = f"{ours['median_us']:.1f}" if ours else ""
+        time_us += " !" if any(r["is_noisy"] for r in rows) else ""
         lines.append(f"| {op} | {case} | {time_us} | {fraction} | {peers} |")
     return "\n".join(lines)
 

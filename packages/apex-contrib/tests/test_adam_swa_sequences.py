@@ -57,9 +57,10 @@ class Sequence:
 
     def _set_gradients(self):
         """Of some copies, some of them in another layout."""
+        missing = self.rng.choice([0.0, 0.3])
         for compute in self.computes:
             compute.grad = None
-            if self.rng.random() < 0.3:
+            if self.rng.random() < missing:
                 continue
             grad = self._values(compute.shape).to(compute.dtype)
             if grad.dim() == 2 and self.rng.random() < 0.3:

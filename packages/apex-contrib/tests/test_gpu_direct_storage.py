@@ -140,6 +140,8 @@ def test_short_files(tmp_path):
                 load(tensor, offset=90)
             with pytest.raises(ValueError, match="offset must be at least 0, got -1"):
                 load(tensor, offset=-1)
+            with pytest.raises(TypeError, match="offset must be an int, in bytes, got float"):
+                load(tensor, offset=1.0)
     assert torch.equal(tensor, torch.ones(3))
 
 

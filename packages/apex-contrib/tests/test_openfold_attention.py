@@ -114,6 +114,20 @@ def test_masks_and_biases(kind, of_bias, way, device):
         check("batches", dtype, kind, of_bias, device)
 
 
+def test_leading_ones_that_queries_lack(device):
+    """OpenFold's mask and bias, of queries without its first dimension."""
+    q, k, v = torch.randn(3, 6, 4, 9, 16, device=device)
+    mask = seen_keys(1, 6, 1, 1, 9, device=device)
+    bias = torch.randn(1, 1, 4, 9, 9, device=device, requires_grad=True)
+    own = bias.detach().requires_grad_()
+    y = AttnTri(q, k, v, mask, bias)
+    expected = AttnTri(q[None], k[None], v[None], mask, own)
+    assert torch.equal(y, expected[0])
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.equal(bias.grad, own.grad)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, device):
     q, k, v, bias = operands("batches", torch.float32, device)
@@ -329,12 +343,14 @@ BAD = {
     "a vector": (ValueError, "query must be", (Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0])),
     "mask": (ValueError, r"mask must be broadcastable to the scores, \[2, 3, 4, 4\], got \[5\]",
              (Q, Q, Q, torch.ones(5))),
-    "long mask": (ValueError, "mask must be broadcastable", (Q, Q, Q, torch.ones(1, 1, 1, 1, 4))),
+    "long mask": (ValueError, "mask must be broadcastable", (Q, Q, Q, torch.ones(2, 1, 1, 1, 4))),
     "bias": (ValueError, "bias must be broadcastable", (Q, Q, Q, None, torch.ones(3, 3, 4, 4))),
     "integer bias": (TypeError, "bias must be a float64", (Q, Q, Q, None, torch.ones(4).int())),
     "no tensor": (TypeError, "mask must be a tensor or None, got list", (Q, Q, Q, [1])),
     "gradient": (ValueError, "mask requires a gradient",
                  (Q, Q, Q, torch.ones(4, requires_grad=True))),
+    "negative inf": (ValueError, "inf must be a finite number >= 0", (Q, Q, Q, None, None, -1.0)),
+    "infinite inf": (ValueError, "got inf", (Q, Q, Q, torch.ones(4), None, float("inf"))),
     "mask's device": (ValueError, "mask is on meta", (Q, Q, Q, torch.ones(4, device="meta"))),
 }  # fmt: skip
 

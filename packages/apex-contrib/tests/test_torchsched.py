@@ -339,6 +339,8 @@ def test_layer_norm_is_an_operator():
 
 def test_layer_norm_refuses():
     x, w = torch.randn(3, 4), torch.ones(4)
+    with pytest.raises(TypeError, match="weight must be a tensor, got NoneType"):
+        layer_norm(x, [4], None, w)
     with pytest.raises(ValueError, match=r"last dimensions of x \[3, 4\], got \[3\]"):
         layer_norm(x, [3], w, w)
     with pytest.raises(ValueError, match=r"normalized_shape must be .* got \[\]"):

@@ -266,8 +266,9 @@ def test_refuses_what_holds_one_stream():
         streamed(branches, *matrices(5), cudagraphs=Boxed())
     with pytest.raises(ValueError, match=r"cpp_wrapper makes one C\+\+ function"):
         streamed(branches, *matrices(5), cpp_wrapper=True)
-    with pytest.raises(ValueError, match="num_streams must be at least 1, got 0"):
-        streamed(branches, *matrices(5), streams=0)
+    for streams in (0, 1.5, "4"):
+        with pytest.raises(ValueError, match=f"an integer and at least 1, got {streams!r}"):
+            streamed(branches, *matrices(5), streams=streams)
 
 
 def test_graphs_and_schedules_are_written_to_files(tmp_path, caplog):

@@ -6,6 +6,7 @@ import ctypes
 import io
 import os
 import warnings
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class GDSFile:
 
         Raises:
             EOFError: the file has fewer bytes there than the tensor. The tensor is unchanged.
-            TypeError: it is no strided tensor that has memory.
+            TypeError: it is no strided tensor that has memory, or ``offset`` is no int.
             ValueError: ``offset`` is negative, or the file is closed.
         """
         self._transfer("load_data", tensor, offset, True)
@@ -88,7 +89,7 @@ class GDSFile:
 
         Raises:
             io.UnsupportedOperation: the file was opened with mode ``"r"``.
-            TypeError: it is no strided tensor that has memory.
+            TypeError: it is no strided tensor that has memory, or ``offset`` is no int.
             ValueError: ``offset`` is negative, or the file is closed.
         """
         self._transfer("save_data", tensor, offset, True)
@@ -147,6 +148,10 @@ class GDSFile:
             got = f"{tensor.layout} on {tensor.device}" if is_tensor else type(tensor).__name__
             raise TypeError(
                 f"GDSFile.{name}: tensor must be a strided tensor that has memory, got {got}."
+            )
+        if not isinstance(offset, Integral):
+            raise TypeError(
+                f"GDSFile.{name}: offset must be an int, in bytes, got {type(offset).__name__}."
             )
         if offset < 0:
             raise ValueError(f"GDSFile.{name}: offset must be at least 0, got {offset}.")

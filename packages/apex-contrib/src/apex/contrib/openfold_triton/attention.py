@@ -41,7 +41,14 @@ def attention(
         name: of the function that users call; messages begin with it.
     """
     query, key, value, bias = autocast(query, key, value, bias)
-    _check(name, query, key, value, mask, bias)
+    _check(name, query, key, value)
+    if not 0 <= inf < math.inf:
+        raise ValueError(f"{name}: inf must be a finite number >= 0, such as 1e9, got {inf}.")
+    scores = (*query.shape[:-1], key.shape[-2])
+    mask, bias = (
+        None if x is None else _checked(name, argument, x, scores, query)
+        for argument, x in (("mask", mask), ("bias", bias))
+    )
     hidden = None if mask is None else _hidden(mask, key.shape[-2], query.dtype, inf)
     bias = bias if bias is None else bias.to(query.dtype)
     return plainly(query, _attend, query, key, value, hidden, bias)
@@ -177,9 +184,7 @@ def _rows_of_mask(hidden: Tensor | None, lead: torch.Size) -> tuple[list[int], T
     return [batches * heads, 1], hidden.flatten(0, 1)
 
 
-def _check(
-    name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-) -> None:
+def _check(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     for argument, x in (("query", q), ("key", k), ("value", v)):
         check_floating(name, argument, x)
         if (x.dtype, x.device) != (q.dtype, q.device):
@@ -197,13 +202,10 @@ def _check(
             f"{name}: query must be [..., heads, queries, d], key [..., heads, keys, d] and value "
             f"[..., heads, keys, d], got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
-    scores = (*q.shape[:-1], k.shape[-2])
-    for argument, x in (("mask", mask), ("bias", bias)):
-        if x is not None:
-            _check_added(name, argument, x, scores, q)
 
 
-def _check_added(name: str, argument: str, x: Tensor, scores: Sequence[int], q: Tensor) -> None:
+def _checked(name: str, argument: str, x: Tensor, scores: Sequence[int], q: Tensor) -> Tensor:
+    """Check what is added to scores; return it without leading ones that these do not have."""
     if argument == "bias":
         check_floating(name, argument, x)
     elif not isinstance(x, Tensor):
@@ -213,6 +215,8 @@ def _check_added(name: str, argument: str, x: Tensor, scores: Sequence[int], q: 
             f"{name}: mask requires a gradient, but gets none. Pass its detach(), or add what is "
             "learnt to bias."
         )
+    while x.dim() > len(scores) and x.shape[0] == 1:
+        x = x.squeeze(0)
     pairs = zip(reversed(x.shape), reversed(scores), strict=False)
     if x.dim() > len(scores) or x.dim() == 0 or any(a not in (1, b) for a, b in pairs):
         raise ValueError(
@@ -221,3 +225,4 @@ def _check_added(name: str, argument: str, x: Tensor, scores: Sequence[int], q: 
         )
     if x.device != q.device:
         raise ValueError(f"{name}: {argument} is on {x.device}, but query on {q.device}; move one.")
+    return x

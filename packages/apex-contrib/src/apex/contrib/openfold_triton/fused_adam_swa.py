@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import chain
+from numbers import Real
+from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +96,8 @@ class FusedAdamSWA(torch.optim.Optimizer):
         >>> optimizer.step(grad_clip_scale=0.5)
     """
 
+    _held: _Held | None = None
+
     def __init__(
         self,
         params: Any,
@@ -121,7 +126,7 @@ class FusedAdamSWA(torch.optim.Optimizer):
             if given is None:
                 raise ValueError(f"{NAME}: {name} must be a list of tensors, got None.")
         self.adam_math_mode = _mode_of(adam_math_mode)
-        if not 0 <= swa_decay_rate <= 1:
+        if swa_decay_rate is None or not 0 <= swa_decay_rate <= 1:
             raise ValueError(f"{NAME}: swa_decay_rate must be in [0, 1], got {swa_decay_rate}.")
         self.swa_decay_rate, self.set_grad_none = float(swa_decay_rate), set_grad_none
         self.compute_param_groups = [{"params": list(compute_params)}]
@@ -200,21 +205,63 @@ class FusedAdamSWA(torch.optim.Optimizer):
         weight = 1.0 - self.swa_decay_rate if averages["n_averaged"] else 1.0
         beta1, beta2 = group["betas"]
         hyper = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        hyper = tuple(map(float, hyper))
         options = (bool(group["bias_correction"]), self.adam_math_mode is AdamMathType.ApexAdamW)
+        numbers = _Numbers(*map(float, hyper), *options, weight)
+        if not self._step_as_before(numbers, grad_clip_scale):
+            self._step_checked(numbers, grad_clip_scale)
+        group["step"] = group.get("step", 0) + 1
+        averages["n_averaged"] += 1
+        return loss
+
+    def _step_as_before(self, numbers: _Numbers, grad_clip_scale: float | Tensor | None) -> bool:
+        """Launch with the tensors of the last step, where these are one launch; False: not done.
+
+        The operator checks what could have changed in them, and changes nothing where it refuses.
+        """
+        held, self._held = self._held, None
+        lists = self._lists()
+        if held is None or not (
+            _are_same(chain(*lists), chain(*held.lists))
+            and _are_same(self.state.values(), held.states)
+        ):
+            return False
+        params, copies, averages = lists
+        grads = [copy.grad for copy in copies]
+        steps = {state["step"] for state in held.states}
+        if len(steps) != 1 or not all(
+            grad is not None and grad.layout is torch.strided and row.is_alike()
+            for grad, row in zip(grads, map(Row, *lists), strict=True)
+        ):
+            return False
+        moments = [[state[key] for state in held.states] for key in MOMENTS]
+        scale = _scales(grad_clip_scale, params[0].device)
+        try:
+            numbers.launch([params, grads, *moments, copies, averages], scale, steps.pop() + 1)
+        except RuntimeError:
+            return False  # tensors do not fit as they are: the checks will say which, or copy them
+        for state in held.states:
+            state["step"] += 1
+        self._held = held
+        return True
+
+    def _step_checked(self, numbers: _Numbers, grad_clip_scale: float | Tensor | None) -> None:
+        """Check every tensor, launch, and hold the tensors if that was one launch."""
         batches, idle, states = self._collect()
         scales = {device: _scales(grad_clip_scale, device) for device in batches.devices}
-        for (step,), lists in batches:
-            scale = scales[lists[0][0].device]
-            call_counted(adam_swa_step, *lists, *scale, *hyper, step, *options, weight)
+        launches = list(batches)
+        for (step,), lists in launches:
+            numbers.launch(lists, scales[lists[0][0].device], step)
+        weight = numbers.average_weight
         for row in idle:
             row.average.copy_(row.param) if weight == 1 else row.average.lerp_(row.param, weight)
         for param, state in states:
             state["step"] += 1
             self.state[param] = state
-        group["step"] = group.get("step", 0) + 1
-        averages["n_averaged"] += 1
-        return loss
+        if len(launches) == 1 and not idle:
+            lists = self._lists()
+            grads = launches[0][1][1]
+            if _are_same(grads, (copy.grad for copy in lists[1])):  # none is a copy
+                self._held = _Held([list(own) for own in lists], list(self.state.values()))
 
     def _collect(self) -> tuple[Batches, list[Row], list[tuple[Tensor, dict[str, Any]]]]:
         """What to launch, parameters without gradient, and states; nothing is changed here."""
@@ -339,6 +386,38 @@ _KEPT = (
 )  # by pickling and copying, beside what torch keeps
 
 
+class _Numbers(NamedTuple):
+    """What a launch is given beside tensors, the scale of gradients and the step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    is_decoupled: bool
+    average_weight: float
+
+    def launch(self, lists: list[list[Tensor]], scale: tuple[Tensor | None, float], step: int):
+        """Step all tensors of ``lists``, which are in the order of the operator's arguments."""
+        call_counted(adam_swa_step, *lists, *scale, *self[:5], step, *self[5:])
+
+
+class _Held(NamedTuple):
+    """The tensors of a step that was one launch of all parameters."""
+
+    lists: list[list[Tensor]]
+    states: list[dict[str, Any]]
+
+
+def _are_same(ones: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether they are the same objects, as many, in one order."""
+    return all(map(is_, chain(ones, [_END]), chain(others, [_END])))
+
+
+_END = object()
+
+
 def _mode_of(mode: Any) -> AdamMathType:
     try:
         return AdamMathType(mode)
@@ -351,11 +430,11 @@ def _scales(scale: float | Tensor | None, device: torch.device) -> tuple[Tensor 
     """What gradients are multiplied by: a tensor on their device, or None, and a number."""
     if scale is None:
         return None, 1.0
-    if not isinstance(scale, Tensor):
+    if isinstance(scale, Real):
         return None, float(scale)
-    if scale.numel() != 1:
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        got = f"a tensor {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
         raise RuntimeError(
-            f"{NAME}.step: grad_clip_scale must be a number or one element, got a tensor "
-            f"{list(scale.shape)}."
+            f"{NAME}.step: grad_clip_scale must be a number or a tensor of one element, got {got}."
         )
     return scale.detach().reshape(1).to(device, torch.float64), 1.0

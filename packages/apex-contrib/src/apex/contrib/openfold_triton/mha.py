@@ -60,10 +60,11 @@ def AttnTri(
             any sizes from 1.
         k, v: keys and values ``[..., heads, keys, d]``, of its dtype. (In Apex ``keys`` is ``n``.)
         mask: 1 where a key is seen and 0 where it is hidden, of any dtype; broadcastable to the
-            scores, ``[..., heads, n, keys]``: OpenFold's is ``[1, z, 1, 1, keys]``. No gradient.
+            scores, ``[..., heads, n, keys]``: OpenFold's is ``[1, z, 1, 1, keys]``, for queries
+            ``[z, heads, n, d]``, too. No gradient.
         bias: likewise broadcastable: OpenFold's is ``[1, 1, heads, n, keys]``. Rounded to the dtype
             of ``q``. Its gradient is summed over what it is broadcast along.
-        inf: what hides a key, in units of scores, ``>= 0``.
+        inf: what hides a key, in units of scores; finite, ``>= 0``.
         is_training: changes nothing: what is kept for a backward depends on what needs a gradient.
 
     Returns:
@@ -75,7 +76,8 @@ def AttnTri(
     Raises:
         TypeError: a tensor is of another dtype, or dtypes or devices of ``q``, ``k`` and ``v``
             differ.
-        ValueError: shapes or devices do not fit, or the mask requires a gradient.
+        ValueError: shapes or devices do not fit, the mask requires a gradient, or ``inf`` is out of
+            range.
 
     Source:
         Jumper et al. 2021, "Highly accurate protein structure prediction with AlphaFold",

@@ -22,6 +22,10 @@ class Row(NamedTuple):
     compute: Tensor
     average: Tensor
 
+    def is_alike(self) -> bool:
+        """Whether all three have one shape."""
+        return self.param.shape == self.compute.shape == self.average.shape
+
 
 def check_numbers(group: dict[str, Any]) -> None:
     """Raise ValueError for the first number of a group that is out of range."""

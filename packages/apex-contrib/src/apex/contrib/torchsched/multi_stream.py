@@ -108,8 +108,10 @@ def multi_stream_compile(
 def _planned(
     gm: fx.GraphModule, example_inputs: Sequence[Any], streams: int, device_type: str
 ) -> tuple[list[Group], Schedule, torch.device]:
-    if streams < 1:
-        raise ValueError(f"torchsched: config.num_streams must be at least 1, got {streams}.")
+    if not isinstance(streams, int) or streams < 1:
+        raise ValueError(
+            f"torchsched: config.num_streams must be an integer and at least 1, got {streams!r}."
+        )
     if streams == 1:
         raise NotScheduled("config.num_streams is 1")
     device = check(gm.graph, device_type)

@@ -33,6 +33,7 @@ def layer_norm(
     Raises:
         ValueError: ``normalized_shape`` is not the end of ``x``'s shape, or not that of ``weight``
             and ``bias``.
+        TypeError: ``weight`` or ``bias`` is no tensor.
 
     Example:
         >>> x = torch.randn(4, 8)
@@ -78,6 +79,8 @@ def _check(
             f"{list(shape)}."
         )
     for argument, tensor in shared.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}.")
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{name}: {argument} must have the shape {list(shape)} of normalized_shape, got "
