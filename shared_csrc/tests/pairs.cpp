@@ -1,10 +1,11 @@
 // Compares every way of rounding pairs of floats to bfloat16 with to_bfloat16(), bit for bit: all
 // upper halves of a float with lower halves around those that decide, in packs of one kind and
-// mixed.
+// mixed. And loads and stores parts of two groups, of every length.
 #include "apex/engine/pairs_cpu.h"
 
 #include <cstdio>
 #include <initializer_list>
+#include <memory>
 
 using namespace apex;
 
@@ -58,15 +59,43 @@ void check_pack(const float (&values)[kPack]) {
 #else
   (void)aligned;
 #endif
+#if defined(__AVX512BW__)
+  stored_by("store_pairs", unaligned, [&](BFloat16* target) {
+    for (int i = 0; i < kWords; i += kGroup) {
+      store_pairs(target + 2 * i, slots + i, slots + kWords + i, 2 * kGroup);
+    }
+  });
+#endif
   float ordered[kPack];
   memcpy(ordered, slots, sizeof(ordered));
-  order_pairs(ordered);
+  order_pairs<kPack>(ordered);
   if (memcmp(ordered, values, sizeof(ordered)) != 0) std::printf("order_pairs\n"), ++failures;
 }
+
+#if defined(__AVX512BW__)
+// From and to memory that is exactly as long.
+void check_pairs(int count) {
+  std::unique_ptr<BFloat16[]> source(new BFloat16[count]), target(new BFloat16[count + 1]);
+  for (int i = 0; i < count; ++i) source[i] = to_bfloat16(static_cast<float>(i + 1));
+  target[count].bits = kUntouched;
+  float even[kGroup], odd[kGroup];
+  load_pairs(source.get(), even, odd, count);
+  store_pairs(target.get(), even, odd, count);
+  bool agrees = target[count].bits == kUntouched;
+  for (int i = 0; i < 2 * kGroup; ++i) {
+    agrees &= (i % 2 == 0 ? even : odd)[i / 2] == (i < count ? i + 1.0f : 0.0f);
+    if (i < count) agrees &= target[i].bits == source[i].bits;
+  }
+  if (!agrees) std::printf("pairs of length %d\n", count), ++failures;
+}
+#endif
 
 }  // namespace
 
 int main() {
+#if defined(__AVX512BW__)
+  for (int count = 1; count <= 2 * kGroup; ++count) check_pairs(count);
+#endif
   for (uint32_t lower : kLowerHalves) {
     for (uint32_t upper = 0; upper < 0x10000; upper += kPack) {
       float alike[kPack], mixed[kPack];

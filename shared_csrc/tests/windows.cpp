@@ -1,5 +1,5 @@
-// Rows seen through a window, rows at addresses of their own, and sums that write, on the CPU,
-// against plain loops; exits non-zero with a line per mismatch.
+// Rows seen through a window, rows at addresses of their own, several runs of the same columns, and
+// sums that write, on the CPU, against plain loops; exits non-zero with a line per mismatch.
 #include "apex/engine/rowwise.h"
 #include "checks.h"
 
@@ -60,8 +60,61 @@ void test_window(const Threads& context, int64_t columns, int64_t begin, int64_t
   }
 }
 
+// Run r of a row: y[r] = x[r] * scale + r's own number, in columns [begin, end).
+template <class S, class W>
+struct ScaleRuns {
+  using value_type = compute_t<S>;
+  const S* x;
+  const W* scale;
+  S* y;
+  int64_t runs, gap, begin, end;
+
+  template <class R>
+  void row(R& row) const {
+    using T = value_type;
+    const int64_t stride = row.columns() + gap, first = row.index() * runs * stride;
+    const auto window = row.within(begin, end);
+    window.each_of(
+        runs, [](T& y, T x, T scale) { y = x * scale; }, window.to(y + first, stride),
+        window.from(x + first, stride), window.shared(scale));
+  }
+};
+
+template <class S, class W>
+void test_runs(const Threads& context, int64_t columns, int64_t begin, int64_t end, int64_t runs) {
+  using T = compute_t<S>;
+  constexpr int64_t kRows = 3, kGap = 5;
+  const int64_t stride = columns + kGap, count = kRows * runs * stride;
+  auto x = random_values<S>(count), y = random_values<S>(count);
+  const auto before = y;
+  const auto scale = random_values<W>(columns);
+  rowwise(context, kRows, columns,
+          ScaleRuns<S, W>{x.data(), scale.data(), y.data(), runs, kGap, begin, end});
+  const std::string where = std::to_string(runs) + " runs of " + std::to_string(columns) + " [" +
+                            std::to_string(begin) + ", " + std::to_string(end) + ")";
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t c = i % stride;
+    const bool inside = c >= begin && c < end;
+    const T product = inside ? convert<T>(x[i]) * convert<T>(scale[c]) : T(0);
+    expect_near(convert<T>(y[i]), convert<T>(inside ? convert<S>(product) : before[i]), 0, where);
+  }
+}
+
+template <class S>
+void test_all_runs() {
+  for (int64_t columns : {1, 15, 16, 31, 32, 33, 64, 100}) {
+    for (int64_t begin : {0, 1}) {
+      for (int64_t runs : {0, 1, 15, 16, 17, 40}) {
+        test_runs<S, S>({2}, columns, begin, columns, runs);
+        if constexpr (sizeof(S) == 2) test_runs<S, float>({2}, columns, begin, columns, runs);
+      }
+    }
+  }
+}
+
 template <class S>
 void test_all() {
+  test_all_runs<S>();
   for (int threads : {1, 3}) {
     for (int64_t columns : {1, 16, 63, 64, 65, 200}) {
       for (int64_t begin : {0, 1, 17, 64}) {

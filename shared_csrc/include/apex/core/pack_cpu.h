@@ -119,7 +119,7 @@ APEX_HD void store_group(S* target, const T* values, int count) {
 // As above, but masks leave out what is not there: no copy, whose stores a wide load would wait
 // for.
 APEX_HD __mmask16 group_mask(int count) {
-  return static_cast<__mmask16>(count < kGroup ? (1u << count) - 1 : 0xffffu);
+  return static_cast<__mmask16>(_bzhi_u32(0xffffu, static_cast<unsigned>(count)));
 }
 
 APEX_HD void load_group(const float* source, float* values, int count) {

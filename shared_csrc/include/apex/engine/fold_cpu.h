@@ -65,14 +65,14 @@ Array<T, N> fold_span(int64_t begin, int64_t end, const Array<T, N>& empty, cons
     }
   }
   if (int count = static_cast<int>(end - column); count > 0) {
-    auto body = [&, count](int lane, auto&... values) {
-      const Array<T, N> before = lanes.get(lane);
+    auto body = [&](const TailLane& lane, auto&... values) {
+      const Array<T, N> before = lanes.get(lane.slot);
       Array<T, N> state = before;
       functor(state, values...);
-      for (int n = 0; n < N; ++n) state[n] = lane < count ? state[n] : before[n];
-      lanes.set(lane, state);
+      for (int n = 0; n < N; ++n) state[n] = lane.is_present ? state[n] : before[n];
+      lanes.set(lane.slot, state);
     };
-    each_of_tail<T>(column, count, body, views...);
+    each_in_order<T>(column, count, body, views...);
   }
   lanes.template merge_down<kPack / 2>(merge, end - begin);
   return lanes.get(0);

@@ -9,6 +9,7 @@
 
 #include "apex/core/pack.h"
 #include "apex/engine/stream_cpu.h"
+#include "apex/engine/views.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -68,7 +69,8 @@ APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool b
     for (int word = 0; word < kWords; word += kVector) {
       __m512 even = _mm512_load_ps(slots + word), odd = _mm512_load_ps(slots + word + kWords);
       __m512i halves;
-      asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(halves) : "v"(even), "v"(odd));
+      // Volatile: else g++ may take it out of a loop, and so out of the condition above.
+      asm volatile("vcvtne2ps2bf16 %1, %2, %0" : "=v"(halves) : "v"(even), "v"(odd));
       store(word, _mm512_permutexvar_epi16(in_turn, halves));
     }
   } else {
@@ -84,14 +86,59 @@ APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool b
 }
 #endif
 
-// A pack of numbers that lie by slot, put in order of elements.
-template <class T>
+// Whether groups of lanes are taken two at a time, as the even and the odd elements of as many
+// words. Without masks for 16 bits, an incomplete group is copied first, and that takes longer.
+template <class T, class... Views>
+inline constexpr bool kPairsOfGroups =
+#if defined(__AVX512BW__)
+    std::is_same_v<T, float> &&
+    ((std::is_same_v<typename Views::storage, BFloat16> && !is_ahead_v<Views>) && ...);
+#else
+    false;
+#endif
+
+#if defined(__AVX512BW__)
+APEX_HD __mmask32 pairs_mask(int count) {
+  return _bzhi_u32(0xffffffffu, static_cast<unsigned>(count));
+}
+
+// As load_group(), for two groups by slot. The masked intrinsics are the plain ones to the
+// compiler, see pack_cpu.h.
+APEX_HD void load_pairs(const BFloat16* source, float* even, float* odd, int count) {
+  constexpr __mmask16 kAll = 0xffff;
+  __m512i words = _mm512_maskz_loadu_epi16(pairs_mask(count), source);
+  _mm512_storeu_si512(even, _mm512_maskz_slli_epi32(kAll, words, 16));
+  _mm512_storeu_si512(odd, _mm512_and_si512(words, _mm512_set1_epi32(0xffff0000)));
+}
+
+// A float as to_bfloat16() rounds it, in the upper half of its word; the lower one is of no use.
+APEX_HD __m512i rounded_upwards(const float* values) {
+  constexpr __mmask16 kAll = 0xffff;
+  __m512i bits = _mm512_loadu_si512(values);
+  __m512i last = _mm512_and_si512(_mm512_maskz_srli_epi32(kAll, bits, 16), _mm512_set1_epi32(1));
+  __m512i bias = _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff));
+  __m512 floats = _mm512_castsi512_ps(bits);
+  __mmask16 is_nan = _mm512_cmp_ps_mask(floats, floats, _CMP_UNORD_Q);
+  return _mm512_mask_mov_epi32(_mm512_add_epi32(bits, bias), is_nan, _mm512_set1_epi32(0x7fc00000));
+}
+
+APEX_HD void store_pairs(BFloat16* target, const float* even, const float* odd, int count) {
+  constexpr __mmask16 kAll = 0xffff;
+  constexpr __mmask32 kUpperHalves = 0xaaaaaaaa;
+  __m512i lower = _mm512_maskz_srli_epi32(kAll, rounded_upwards(even), 16);
+  __m512i both = _mm512_mask_mov_epi16(lower, kUpperHalves, rounded_upwards(odd));
+  _mm512_mask_storeu_epi16(target, pairs_mask(count), both);
+}
+#endif
+
+// N numbers that lie by slot, put in order of elements.
+template <int N, class T>
 void order_pairs(T* numbers) {
-  T slots[kPack];
+  T slots[N];
   memcpy(slots, numbers, sizeof(slots));
-  for (int word = 0; word < kPack / 2; ++word) {
+  for (int word = 0; word < N / 2; ++word) {
     numbers[2 * word] = slots[word];
-    numbers[2 * word + 1] = slots[word + kPack / 2];
+    numbers[2 * word + 1] = slots[word + N / 2];
   }
 }
 

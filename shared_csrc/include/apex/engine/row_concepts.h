@@ -74,6 +74,8 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
   // sums, and in the same pass on the CPU what accumulate() does
   row.template sums_and_columns<2, 2>(RowProbe<T, 2>{}, RowFoldProbe<T, 2>{}, row.in(matrix));
   row.each(RowWriteProbe<T>{}, row.out(result), row.in(matrix));
+  // each() for several runs, of which the next begins `stride` elements on; shared() stays
+  row.each_of(stride, RowWriteProbe<T>{}, row.to(result, stride), row.from(matrix, stride));
   row.at(stride, RowWriteProbe<T>{}, row.out(result), row.in(matrix));  // one column, after `each`
   row.once(RowOnceProbe{});  // for numbers of the row, such as its mean
 };

@@ -9,6 +9,7 @@
 #include "apex/engine/fold_cpu.h"
 #include "apex/engine/lanes_cpu.h"
 #include "apex/engine/row_concepts.h"
+#include "apex/engine/runs_cpu.h"
 #include "apex/engine/sums_cpu.h"
 #include "apex/engine/tails_cpu.h"
 
@@ -54,14 +55,15 @@ class Row {
   // The same of a matrix whose rows begin `stride` elements apart; out() takes a stride, too.
   template <class S>
   ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + index_ * stride + begin_, stride};
+    return {matrix + index_ * stride + begin_, to_next(stride)};
   }
   template <class S>
   WriteView<S> out(S* matrix, int64_t stride) const {
     constexpr int64_t kBytes = sizeof(S);
     S* row = matrix + index_ * stride + begin_;
     int64_t bytes = ((rows_ - 1) * stride + columns_) * kBytes;
-    return {row, stride, can_stream(row, columns_ * kBytes, bytes) && is_backed(matrix, bytes)};
+    return {row, to_next(stride),
+            can_stream(row, columns_ * kBytes, bytes) && is_backed(matrix, bytes)};
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
@@ -76,8 +78,8 @@ class Row {
     return {address + begin_, next};
   }
   template <class S>
-  WriteView<S> to(S* address) const {
-    return {address + begin_};
+  WriteView<S> to(S* address, int64_t next = 0) const {
+    return {address + begin_, next};
   }
   // A vector [columns] that all rows share.
   template <class S>
@@ -109,7 +111,7 @@ class Row {
   // stores go through the cache, in which the row is read next.
   template <class S, class F, class... Views>
   auto stage_result(int, S* matrix, const F& functor, const Views&... views) const {
-    each(functor, WriteView<S>{matrix + index_ * width_ + begin_, width_}, views...);
+    each(functor, WriteView<S>{matrix + index_ * width_ + begin_, to_next(width_)}, views...);
     return in(static_cast<const S*>(matrix));
   }
 
@@ -137,7 +139,7 @@ class Row {
   template <int N, int M, class F, class C, class... Views>
   Array<T, N> sums_and_columns(const F& functor, const C& columns, const Views&... views) {
     if (sums_ == nullptr) return sums<N>(functor, views...);
-    paired_ = Lanes<T, Views...>::kPaired;
+    lay_sums_of<Views...>();
     return pass<M>(std::make_index_sequence<N>{}, functor, columns, views...);
   }
 
@@ -192,6 +194,13 @@ class Row {
     }
   }
 
+  // each() for `count` runs of these columns: from one to the next, a view goes on by the `next` of
+  // from() and to(), and what shared() gave stays.
+  template <class F, class... Views>
+  void each_of(int64_t count, const F& functor, const Views&... views) const {
+    each_of_runs<T>(columns_, count, functor, views...);
+  }
+
   // A reduction of one's own: functor(Array<T, N>& state, values...) adds a column to a state,
   // which began as `empty`; merge(a, b) returns the state of both a's columns and b's.
   template <int N, class F, class Merge, class... Views>
@@ -203,7 +212,8 @@ class Row {
   // functor(T& value, ...) for one column, after an `each` over the same views.
   template <class F, class... Views>
   void at(int64_t column, const F& functor, const Views&... views) const {
-    each_of_tail<T>(column, 1, [&](int, auto&... values) { functor(values...); }, views...);
+    each_of_tail<T>(
+        column, 1, [&](const TailLane&, auto&... values) { functor(values...); }, views...);
   }
 
   // Once per row, for scalars such as a row's mean.
@@ -217,7 +227,7 @@ class Row {
   template <int N, class F, class... Views>
   void accumulate(const F& functor, const Views&... views) {
     Lanes<T, Views...> pack(views...);
-    paired_ = pack.kPaired;
+    lay_sums_of<Views...>();
     int64_t column = 0;
     for (; column + kPack <= columns_; column += kPack) {
       pack.at(column);
@@ -234,9 +244,11 @@ class Row {
   void order_sums(int count) {
     if (!paired_) return;
     for (int n = 0; n < count; ++n) {
-      for (int64_t column = 0; column + kPack <= columns_; column += kPack) {
-        order_pairs(sums_ + n * sums_stride(width_) + column);
-      }
+      T* sums = sums_ + n * sums_stride(width_);
+      int64_t column = 0;
+      for (; column + kPack <= columns_; column += kPack) order_pairs<kPack>(sums + column);
+      if (!paired_end_) continue;
+      for (; column < columns_; column += 2 * kGroup) order_pairs<2 * kGroup>(sums + column);
     }
   }
 
@@ -265,7 +277,8 @@ class Row {
   [[gnu::noinline]] static void each_of_end(int64_t column, int count, const F& functor,
                                             const Views... views) {
     const F own = functor;
-    each_of_tail<T>(column, count, [&](int, auto&... values) { own(values...); }, views...);
+    each_of_tail<T>(
+        column, count, [&](const TailLane&, auto&... values) { own(values...); }, views...);
   }
 
   template <class F, class... Views>
@@ -274,9 +287,9 @@ class Row {
     constexpr T kLowest = -std::numeric_limits<T>::infinity();
     alignas(64) T lanes[kPack];
     std::fill(lanes, lanes + kPack, kLowest);
-    auto body = [&, count](int lane, auto&... values) {
+    auto body = [&](const TailLane& lane, auto&... values) {
       T term = functor(values...);
-      lanes[lane] = lane < count ? term : kLowest;
+      lanes[lane.slot] = lane.is_present ? term : kLowest;
     };
     each_of_tail<T>(column, count, body, views...);
     return max_of<kPack>(lanes);
@@ -286,20 +299,40 @@ class Row {
   [[gnu::noinline]] void accumulate_end(int64_t column, int count, const F& functor,
                                         const Views... views) const {
     T* sums = sums_ + column;
-    auto body = [&](int lane, auto&... values) { add_to<N>(sums + lane, functor, values...); };
-    each_of_tail<T>(column, count, body, views...);
-  }
-
-  template <int M, size_t... I, class F, class C, class... Views>
-  [[gnu::noinline]] void terms_of_end(std::index_sequence<I...>, T (&terms)[sizeof...(I)][kPack],
-                                      int64_t column, int count, const F& functor, const C& columns,
-                                      const Views... views) const {
-    auto body = [&, count](int lane, auto&... values) {
-      auto term = terms_of<M>(functor, columns, column + lane, values...);
-      ((terms[I][lane] = lane < count ? term[I] : T(0)), ...);
+    auto body = [&](const TailLane& lane, auto&... values) {
+      add_to<N>(sums + lane.slot, functor, values...);
     };
     each_of_tail<T>(column, count, body, views...);
   }
+
+  // Terms are added group by group: through an array of a pack, they would take twice the
+  // instructions.
+  template <int M, size_t... I, class F, class C, class... Views>
+  [[gnu::noinline]] Array<double, sizeof...(I)> pass_end(std::index_sequence<I...>, int64_t column,
+                                                         int count, const F& functor,
+                                                         const C& columns,
+                                                         const Views... views) const {
+    LaneSums<T, kGroup> lanes[sizeof...(I)];
+    alignas(64) T terms[sizeof...(I)][kGroup];
+    auto body = [&](const TailLane& lane, auto&... values) {
+      auto term = terms_of<M>(functor, columns, column + lane.slot, values...);
+      ((terms[I][lane.of_group] = lane.is_present ? term[I] : T(0)), ...);
+    };
+    each_group_of_tail<T>(column, count, body, [&] { (lanes[I].add(terms[I]), ...); }, views...);
+    (lanes[I].end_run(), ...);
+    return {{static_cast<double>(lanes[I].take())...}};
+  }
+
+  // How column sums lie, by slot or in order, that these views are added to.
+  template <class... Views>
+  void lay_sums_of() {
+    paired_ = Lanes<T, Views...>::kPaired;
+    paired_end_ = kPairsOfGroups<T, Views...>;
+  }
+
+  // Elements to the next row, if there is one: of a single long row, fetching what lies behind it
+  // takes longer than the row.
+  int64_t to_next(int64_t stride) const { return index_ + 1 < rows_ ? stride : 0; }
 
   // Whether a result has pages: its last, which is written last. Asked once, and of one result:
   // several come from the same place.
@@ -355,12 +388,9 @@ class Row {
       ((totals[I] += lanes[I].take()), ...);
     }
     if (int count = static_cast<int>(columns_ - packed); count > 0) {
-      alignas(64) T terms[sizeof...(I)][kPack] = {};
-      terms_of_end<M>(std::index_sequence<I...>{}, terms, packed, count, functor, columns,
-                      views...);
-      (lanes[I].add(terms[I]), ...);
-      (lanes[I].end_run(), ...);
-      ((totals[I] += lanes[I].take()), ...);
+      Array<double, sizeof...(I)> end =
+          pass_end<M>(std::index_sequence<I...>{}, packed, count, functor, columns, views...);
+      ((totals[I] += end[I]), ...);
     }
     return {{static_cast<T>(totals[I])...}};
   }
@@ -372,7 +402,7 @@ class Row {
   int64_t index_ = 0, rows_;
   int64_t width_, begin_ = 0, columns_;  // of the operands, and of the window that is seen
   T* sums_;                              // [kSums, sums_stride(columns)] of this thread, or null
-  bool paired_ = false;                  // sums of whole packs lie by slot
+  bool paired_ = false, paired_end_ = false;  // sums of whole packs lie by slot, and behind them
   Backing own_backing_;
   Backing* backing_ = &own_backing_;  // windows keep that of the row that they are part of
 };

@@ -52,12 +52,12 @@ class Row {
     return out(matrix, width_);
   }
   template <class S>
-  APEX_DEVICE ReadView<S> from(const S* address, int64_t = 0) const {
-    return {address + begin_};
+  APEX_DEVICE ReadView<S> from(const S* address, int64_t next = 0) const {
+    return {address + begin_, next};
   }
   template <class S>
-  APEX_DEVICE WriteView<S> to(S* address) const {
-    return {address + begin_};
+  APEX_DEVICE WriteView<S> to(S* address, int64_t next = 0) const {
+    return {address + begin_, next};
   }
   template <class S>
   APEX_DEVICE ReadView<S> shared(const S* vector) const {
@@ -167,6 +167,15 @@ class Row {
   template <class F, class... Views>
   APEX_DEVICE void each(const F& functor, const Views&... views) const {
     pass([&](auto& pack, int lane) { pack.call(functor, lane); }, views...);
+  }
+
+  template <class F, class... Views>
+  APEX_DEVICE void each_of(int64_t count, const F& functor, const Views&... views) const {
+    auto of_run = [](auto view, int64_t run) {
+      view.data += run * view.next_row;
+      return view;
+    };
+    for (int64_t run = 0; run < count; ++run) each(functor, of_run(views, run)...);
   }
 
   // By the thread that had this column in `each`, so that no barrier is needed between them.

@@ -47,13 +47,13 @@ T tree_sum(const Vector<T, N>& lanes) {
   }
 }
 
-// kPack running sums, and beside them the sums of runs that have ended. Compilers keep a plain
+// kLanes running sums, and beside them the sums of runs that have ended. Compilers keep a plain
 // array of them in memory, where every addition waits for the store of the one before (twice the
 // time of a LayerNorm's forward); vector types they do not.
-template <class T>
+template <class T, int kLanes = kPack>
 class LaneSums {
  public:
-  void add(const T (&terms)[kPack]) { add(terms, Indices{}); }
+  void add(const T (&terms)[kLanes]) { add(terms, Indices{}); }
 
   void end_run() { end_run(Indices{}); }
 
@@ -67,12 +67,12 @@ class LaneSums {
 
  private:
   static constexpr int kWidth = kRegisterBytes / sizeof(T);
-  static constexpr int kCount = kPack / kWidth;
+  static constexpr int kCount = kLanes / kWidth;
   using Register = Vector<T, kWidth>;
   using Indices = std::make_index_sequence<kCount>;
 
   template <size_t... I>
-  void add(const T (&terms)[kPack], std::index_sequence<I...>) {
+  void add(const T (&terms)[kLanes], std::index_sequence<I...>) {
     ((registers_[I] += load(terms + I * kWidth)), ...);
   }
   template <size_t... I>

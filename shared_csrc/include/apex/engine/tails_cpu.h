@@ -1,48 +1,93 @@
 // The end of a row on the CPU, less than a pack, as groups of lanes for vectorized loops.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
-#include "apex/core/pack.h"
+#include "apex/engine/pairs_cpu.h"
 #include "apex/engine/views.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-template <class T, class View>
-APEX_HD void load_lanes(const View& view, int64_t column, int count, T (&values)[kGroup]) {
-  if constexpr (is_generated_v<View>) {
-    view.fill(column, values);
-  } else if constexpr (View::kRead) {
-    load_group(view.data + column, values, count);
-  } else {
-    for (int lane = 0; lane < kGroup; ++lane) values[lane] = T(0);
+// A group of lanes of several operands, or with kPairs, two groups by slot; see pairs_cpu.h.
+template <class T, bool kPairs>
+struct Groups {
+  static constexpr int kCount = kPairs ? 2 : 1, kLanes = kCount * kGroup;
+  using Values = T[kCount][kGroup];
+
+  // The element, counted from the first of the groups, that lies in a lane.
+  static constexpr int element(int group, int lane) { return kPairs ? 2 * lane + group : lane; }
+
+  // Elements from `column` on, at least one; lanes behind the first `count` get zeros.
+  template <class View>
+  APEX_HD static void load(const View& view, int64_t column, int count, Values& values) {
+    if constexpr (is_generated_v<View>) {
+      static_assert(!kPairs);
+      view.fill(column, values[0]);
+    } else if constexpr (!View::kRead) {
+      for (auto& group : values) std::fill_n(group, kGroup, T(0));
+    } else if constexpr (kPairs) {
+      load_pairs(view.data + column, values[0], values[1], count);
+    } else {
+      load_group(view.data + column, values[0], count);
+    }
   }
-}
 
-template <class T, class View>
-APEX_HD void store_lanes(const View& view, int64_t column, int count, const T (&values)[kGroup]) {
-  if constexpr (View::kWritten) store_group(view.data + column, values, count);
-}
+  template <class View>
+  APEX_HD static void store(const View& view, int64_t column, int count, const Values& values) {
+    if constexpr (View::kWritten && kPairs) {
+      store_pairs(view.data + column, values[0], values[1], count);
+    } else if constexpr (View::kWritten) {
+      store_group(view.data + column, values[0], count);
+    }
+  }
+};
 
-template <class T, size_t... I, class Body, class... Views>
+// A lane of a tail: its slot among all of them and in its group, and whether there is a column.
+struct TailLane {
+  int slot, of_group;
+  bool is_present;
+};
+
+template <class G, size_t... I, class Body, class After, class... Views>
 APEX_HD void each_group(std::index_sequence<I...>, int64_t column, int count, const Body& body,
-                        const Views&... views) {
-  for (int first = 0; first < count; first += kGroup) {
-    const int present = count - first < kGroup ? count - first : kGroup;
-    alignas(64) T values[sizeof...(Views) + 1][kGroup];
-    (load_lanes(views, column + first, present, values[I]), ...);
-    APEX_VECTORIZE_FEW
-    for (int lane = 0; lane < kGroup; ++lane) body(first + lane, values[I][lane]...);
-    (store_lanes(views, column + first, present, values[I]), ...);
+                        const After& after, const Views&... views) {
+  for (int first = 0; first < count; first += G::kLanes) {
+    alignas(64) typename G::Values values[sizeof...(Views) + 1];
+    (G::load(views, column + first, count - first, values[I]), ...);
+    for (int group = 0; group < G::kCount; ++group) {
+      APEX_VECTORIZE_FEW
+      for (int lane = 0; lane < kGroup; ++lane) {
+        const bool is_present = first + G::element(group, lane) < count;
+        body(TailLane{first + group * kGroup + lane, lane, is_present}, values[I][group][lane]...);
+      }
+      after();
+    }
+    (G::store(views, column + first, count - first, values[I]), ...);
   }
 }
 
-// body(lane, T& value0, ...) for `count` columns from `column` on; written values are stored. Lanes
-// behind them, up to the end of a group, get zeros, and what becomes of these is not stored.
+// body(TailLane, T& value0, ...) for `count` columns from `column` on; written values are stored.
+// Lanes behind them, up to the end of a group, get zeros, and what becomes of these is not stored.
+// after() follows each group of kGroup lanes.
+template <class T, class Body, class After, class... Views>
+APEX_HD void each_group_of_tail(int64_t column, int count, const Body& body, const After& after,
+                                const Views&... views) {
+  using G = Groups<T, kPairsOfGroups<T, Views...>>;
+  each_group<G>(std::index_sequence_for<Views...>{}, column, count, body, after, views...);
+}
+
 template <class T, class Body, class... Views>
 APEX_HD void each_of_tail(int64_t column, int count, const Body& body, const Views&... views) {
-  each_group<T>(std::index_sequence_for<Views...>{}, column, count, body, views...);
+  each_group_of_tail<T>(column, count, body, [] {}, views...);
+}
+
+// The same in order of columns: the slot is the lane.
+template <class T, class Body, class... Views>
+APEX_HD void each_in_order(int64_t column, int count, const Body& body, const Views&... views) {
+  using G = Groups<T, false>;
+  each_group<G>(std::index_sequence_for<Views...>{}, column, count, body, [] {}, views...);
 }
 
 }  // namespace APEX_BACKEND_NS

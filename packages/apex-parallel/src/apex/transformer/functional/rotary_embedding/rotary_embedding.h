@@ -69,15 +69,12 @@ struct RotaryEmbedding {
     const int64_t place = table.of(token);
     const bool is_known = place >= 0 && place < table.rows;
     const int64_t offset = (is_known ? place : 0) * width;
-    const auto pairs = row.within(0, width / 2);
-    const auto rest = row.within(begin + width, end);
-    for (int64_t i = 0; i < heads_in_row; ++i) {
-      rotate(pairs, from + begin, to + begin, offset, is_known);
-      if (begin + width < end) {
-        rest.each([](value_type& y, value_type x) { y = x; }, rest.to(to), rest.from(from));
-      }
-      from += x_strides.head;
-      to += y_strides.head;
+    rotate(row.within(0, width / 2), from + begin, to + begin, offset, is_known);
+    if (begin + width < end) {
+      const auto rest = row.within(begin + width, end);
+      rest.each_of(
+          heads_in_row, [](value_type& y, value_type x) { y = x; }, rest.to(to, y_strides.head),
+          rest.from(from, x_strides.head));
     }
   }
 
@@ -91,13 +88,16 @@ struct RotaryEmbedding {
     const C* second = inverse ? s : s + half;
     // NaN, where there is no angle, reaches all channels.
     const T sign = !is_known ? std::numeric_limits<T>::quiet_NaN() : inverse ? T(-1) : T(1);
-    pairs.each(
+    const int64_t from_next = x_strides.head, to_next = y_strides.head;
+    pairs.each_of(
+        heads_in_row,
         [sign](T& y1, T& y2, T x1, T x2, T c1, T c2, T s1, T s2) {
           y1 = x1 * c1 - sign * s1 * x2;
           y2 = x2 * c2 + sign * s2 * x1;
         },
-        pairs.to(to), pairs.to(to + half), pairs.from(from), pairs.from(from + half), pairs.from(c),
-        pairs.from(c + half), pairs.from(first), pairs.from(second));
+        pairs.to(to, to_next), pairs.to(to + half, to_next), pairs.from(from, from_next),
+        pairs.from(from + half, from_next), pairs.shared(c), pairs.shared(c + half),
+        pairs.shared(first), pairs.shared(second));
   }
 };
 

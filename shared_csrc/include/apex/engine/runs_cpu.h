@@ -1,0 +1,66 @@
+// The same columns of several runs on the CPU, such as the heads of a token, which share vectors.
+//
+// A row program could take run after run, but runs of a pack or two are so short that preparing
+// each takes as long as the run, and what they share would be converted for each.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "apex/engine/tails_cpu.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+// Runs that are taken group of columns by group of columns: few enough to stay in the first-level
+// cache.
+inline constexpr int64_t kRunsAtOnce = 16;
+
+template <bool kLoads, class G, class View>
+APEX_HD void load_if(const View& view, int64_t column, int count, typename G::Values& values) {
+  if constexpr (kLoads) G::load(view, column, count, values);
+}
+
+template <class View, class T>
+APEX_HD void keep(T& value, T result) {
+  if constexpr (View::kWritten) value = result;
+}
+
+template <class T, size_t... I, class F, class... Views>
+void each_of_runs(std::index_sequence<I...>, int64_t columns, int64_t runs, const F& functor,
+                  const Views&... views) {
+  using G = Groups<T, kPairsOfGroups<T, Views...>>;
+  const F own = functor;  // which no store can change, for all the compiler knows
+  for (int64_t begin = 0; begin < runs; begin += kRunsAtOnce) {
+    const int64_t end = std::min(runs, begin + kRunsAtOnce);
+    for (int64_t column = 0; column < columns; column += G::kLanes) {
+      const int count = static_cast<int>(std::min<int64_t>(columns - column, G::kLanes));
+      alignas(64) typename G::Values held[sizeof...(Views)];
+      (load_if<is_shared_v<Views>, G>(views, column, count, held[I]), ...);
+      for (int64_t run = begin; run < end; ++run) {
+        alignas(64) typename G::Values values[sizeof...(Views)];
+        (load_if<!is_shared_v<Views>, G>(views, run * views.next_row + column, count, values[I]),
+         ...);
+        for (int group = 0; group < G::kCount; ++group) {
+          APEX_VECTORIZE_FEW
+          for (int lane = 0; lane < kGroup; ++lane) {
+            T of_lane[] = {(is_shared_v<Views> ? held : values)[I][group][lane]...};
+            own(of_lane[I]...);
+            (keep<Views>(values[I][group][lane], of_lane[I]), ...);
+          }
+        }
+        (G::store(views, run * views.next_row + column, count, values[I]), ...);
+      }
+    }
+  }
+}
+
+// functor(T& value, ...) for every column of every run. From run to run, a view goes on by its
+// next_row; shared ones do not.
+template <class T, class F, class... Views>
+void each_of_runs(int64_t columns, int64_t runs, const F& functor, const Views&... views) {
+  each_of_runs<T>(std::index_sequence_for<Views...>{}, columns, runs, functor, views...);
+}
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
