@@ -70,8 +70,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor
 def _sdpa_is_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """Whether torch's attention is faster: on a CPU without gradients, with 0.4 to 0.9 of the time.
 
-    With them it is slower where the bias gets one, and in bfloat16 (docs/contrib/openfold_triton.md
-    has figures); in float32 without a bias it is faster, but cannot be differentiated again. What
+    With them it is slower where the bias gets one, and in bfloat16; in float32 without a bias it is
+    faster (docs/contrib/openfold_triton.md has figures), but cannot be differentiated again. What
     is exported may be trained.
     """
     if not q.is_cpu:
