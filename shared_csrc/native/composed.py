@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 from torch.autograd import Function
 
 from .gradients import plain_gradients
@@ -40,12 +41,19 @@ class Composed:
         reference: Callable[..., Tensor],
     ) -> None:
         self.forward, self.reference = forward, reference
-        self._apply = _function_of(name, forward, backward, reference).apply
+        function = _function_of(name, forward, backward, reference)
+        self._apply_compiled = function.apply
+        # Of a small layer's call, apply()'s own questions take a sixth: they are answered below.
+        self._apply = super(Function, function).apply
 
     def __call__(self, option: Any, *tensors: Tensor | None) -> Tensor:
         """Return the output."""
         if is_autocast(tensors[0]):
             return plainly(tensors[0], self, option, *tensors)
+        return self.without_autocast(option, *tensors)
+
+    def without_autocast(self, option: Any, *tensors: Tensor | None) -> Tensor:
+        """Return the output; for callers who know that autocast is off."""
         has_kernels, has_grad = kernels_serve(), False
         for tensor in tensors:
             if tensor is None:
@@ -57,7 +65,9 @@ class Composed:
         if not has_kernels:
             return self.reference(option, *tensors)
         if has_grad and torch.is_grad_enabled():
-            return self._apply(option, *tensors)
+            if torch.compiler.is_compiling():
+                return self._apply_compiled(option, *tensors)
+            return self._apply(option, *[t if t is None else unwrap_if_dead(t) for t in tensors])
         return self.forward(option, *tensors)[0]
 
 
@@ -82,7 +92,9 @@ def _function_of(name: str, forward: Any, backward: Any, reference: Any) -> type
         if is_autocast(dy):
             return plainly(dy, apply_backward, ctx, dy)
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        run = again if differentiated_again() else backward
+        # A batch of gradients (is_grads_batched=True) cannot be written to memory that is none.
+        is_batch = not torch.compiler.is_compiling() and is_legacy_batchedtensor(dy)
+        run = again if is_batch or differentiated_again() else backward
         return (None, *run(ctx.option, needs, dy, saved))
 
     def again(option: Any, needs: Sequence[bool], dy: Tensor, saved: Any) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import apex.contrib.conv_bias_relu.conv_bias_relu as module
-from apex.contrib._shared.native import float16
+from apex.contrib._shared.native import half_products
 from apex.contrib.conv_bias_relu import (
     ConvBias,
     ConvBiasMaskReLU,
@@ -19,6 +19,8 @@ from apex.contrib.conv_bias_relu import (
 from apex.contrib.dense_epilogue import dense_activation_backward
 from apex_testkit import FLOATS, assert_as_accurate_as
 from apex_testkit.formulas import CHECKS, Case
+
+HALVES = torch.float16, torch.bfloat16
 
 # name: ours, and what is before the ReLU in plain PyTorch
 BEFORE = {
@@ -214,19 +216,20 @@ def test_autocast_casts_first_and_stays_outside(name, dtype, device):
         assert all(map(torch.equal, torch.autograd.grad(y, leaves, y.detach()), outside))
 
 
-@pytest.mark.parametrize("is_slow", [True, False], ids=["no float16 arithmetic", "float16"])
+@pytest.mark.parametrize("is_slow", [True, False], ids=["no arithmetic of 16 bits", "16 bits"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_float16_on_both_kinds_of_cpu(name, is_slow, monkeypatch):
-    monkeypatch.setattr(float16, "_is_slow", is_slow)
+def test_16_bits_on_both_kinds_of_cpu(dtype, name, is_slow, monkeypatch):
+    monkeypatch.setattr(half_products, "_slow", HALVES if is_slow else ())
     seen = []
     convolve = F.conv2d
     monkeypatch.setattr(F, "conv2d", lambda x, *w: seen.append(x.dtype) or convolve(x, *w))
     function, _ = FUNCTIONS[name]
-    given, count = operands(name, SHAPES["3x3"], torch.float16, "cpu")
+    given, count = operands(name, SHAPES["3x3"], dtype, "cpu")
     seen.clear()
-    y = with_gradients(function, count, torch.ones(2, 9, 6, 5).half(), *given)
-    assert {t.dtype for t in y} == {torch.float16}
-    assert set(seen) == {torch.float32 if is_slow else torch.float16}
+    y = with_gradients(function, count, torch.ones(2, 9, 6, 5).to(dtype), *given)
+    assert {t.dtype for t in y} == {dtype}
+    assert set(seen) == {torch.float32 if is_slow else dtype}
 
 
 X, W, B, M = torch.ones(2, 3, 4, 4), torch.ones(5, 3, 3, 3), torch.ones(5), torch.ones(2, 5, 4, 4)
@@ -245,6 +248,9 @@ BAD = {
     "mask": (ValueError, "mask must have the output's four dimensions", (X, W, B, M[0], 1, 1)),
     "mask's shape": (ValueError, "mask must have the output's shape", (X, W, B, M[:, :4], 1, 1)),
     "no mask": (TypeError, "mask must be a tensor", (X, W, B, 1.0, 1, 1)),
+    "None for a mask": (TypeError, "mask must be a tensor, got NoneType", (X, W, B, None, 1, 1)),
+    "padding's type": (ValueError, "padding must be an int >= 0", (X, W, B, M, 1.0, 1)),
+    "window": (ValueError, r"windows of \[3, 3\].* do not fit", (X[:, :, :2], W, B, M, (0, 1), 1)),
 }
 
 
@@ -252,6 +258,11 @@ BAD = {
 def test_bad_input(error, text, given):
     with pytest.raises(error, match=f"ConvBiasMaskReLU: {text}"):
         ConvBiasMaskReLU(*given)
+
+
+def test_a_scale_is_needed():
+    with pytest.raises(TypeError, match="ConvFrozenScaleBiasReLU: scale must be a tensor"):
+        ConvFrozenScaleBiasReLU(X, W, None, B, 1, 1)
 
 
 def test_names_of_apex(device):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import apex.fused_dense.fused_dense as module
-from apex.contrib._shared.native import float16
+from apex.contrib._shared.native import half_products
 from apex.contrib.dense_epilogue import dense_activation_backward, dense_gelu
 from apex.fused_dense import (
     DenseNoBiasFunc,
@@ -24,6 +24,8 @@ from apex.fused_dense import (
 )
 from apex_testkit import FLOATS, assert_as_accurate_as, assert_compiles
 from apex_testkit.formulas import CHECKS, Case
+
+HALVES = torch.float16, torch.bfloat16
 
 
 def gelu_dense(x, weight1, bias1, weight2, bias2):
@@ -209,18 +211,19 @@ def test_a_backward_under_autocast_changes_nothing(name, device):
     torch.testing.assert_close(again, expected)
 
 
-@pytest.mark.parametrize("is_slow", [True, False], ids=["no float16 arithmetic", "float16"])
+@pytest.mark.parametrize("is_slow", [True, False], ids=["no arithmetic of 16 bits", "16 bits"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", ["dense", "gelu"])
-def test_float16_on_both_kinds_of_cpu(name, is_slow, monkeypatch):
-    monkeypatch.setattr(float16, "_is_slow", is_slow)
+def test_16_bits_on_both_kinds_of_cpu(dtype, name, is_slow, monkeypatch):
+    monkeypatch.setattr(half_products, "_slow", HALVES if is_slow else ())
     seen = []
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *w: seen.append(x.dtype) or linear(x, *w))
     function, plain = FUNCTIONS[name]
-    given = operands(name, (16,), torch.float16, "cpu", (32, 32, 8))
+    given = operands(name, (16,), dtype, "cpu", (32, 32, 8))
     dy = torch.randn_like(plain(*given))
     actual = with_gradients(function, dy, given)
-    assert {a.dtype for a in actual} == {torch.float16}
+    assert {a.dtype for a in actual} == {dtype}
     assert torch.float32 in seen or not is_slow
     reference = lambda dy, *given: with_gradients(plain, dy, given)
     assert_as_accurate_as(reference, actual, dy, *given, ulps=4)
@@ -231,11 +234,39 @@ def test_a_processor_says_whether_it_has_float16(monkeypatch):
         _is_mkldnn_fp16_supported = staticmethod(lambda: True)
 
     monkeypatch.setattr(torch.ops, "mkldnn", Probe)
-    assert float16.cpu_multiplies_float16()
+    assert half_products.cpu_multiplies_float16()
     monkeypatch.setattr(Probe, "_is_mkldnn_fp16_supported", staticmethod(lambda: False))
-    assert not float16.cpu_multiplies_float16()
+    assert not half_products.cpu_multiplies_float16()
     monkeypatch.setattr(torch.ops, "mkldnn", object())  # a torch without oneDNN
-    assert not float16.cpu_multiplies_float16()
+    assert not half_products.cpu_multiplies_float16()
+
+
+def test_a_processor_says_whether_it_has_bfloat16(monkeypatch):
+    has = {"_is_avx512_bf16_supported": False, "_is_amx_tile_supported": False}
+    for name in has:
+        monkeypatch.setattr(torch.cpu, name, lambda name=name: has[name])
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert not half_products.cpu_multiplies_bfloat16()
+    monkeypatch.setattr(half_products, "cpu_multiplies_float16", lambda: True)
+    assert half_products.slow_dtypes() == (torch.bfloat16,)
+    for name in has:
+        has[name] = True
+        assert half_products.cpu_multiplies_bfloat16()
+        has[name] = False
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")  # nobody measured it there
+    assert half_products.cpu_multiplies_bfloat16()
+
+
+def test_few_products_stay_as_they_are(monkeypatch):
+    """Converting operands would take longer than multiplying them."""
+    monkeypatch.setattr(half_products, "_slow", HALVES)
+    asks = lambda rows, size, dtype: half_products.needs_float32(
+        torch.ones(rows, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    )
+    assert [asks(rows, 16, torch.float16) for rows in (16, 17)] == [False, True]
+    assert [asks(rows, 64, torch.bfloat16) for rows in (8, 9)] == [False, True]
+    assert asks(1, 128, torch.float16)
+    assert not asks(100, 100, torch.float32)
 
 
 MODULES = {

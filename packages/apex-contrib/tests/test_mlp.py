@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from apex.contrib._shared.native import float16
+from apex.contrib._shared.native import half_products
 from apex.contrib.dense_epilogue import decompositions, dense_activation_backward
 from apex.mlp import MLP, MlpFunction, mlp_function
 from apex_testkit import FLOATS, assert_as_accurate_as, assert_compiles
 from apex_testkit.formulas import CHECKS, Case
+
+HALVES = torch.float16, torch.bfloat16
 
 ACTIVATIONS = {"none": (0, lambda x: x), "relu": (1, torch.relu), "sigmoid": (2, torch.sigmoid)}
 
@@ -166,20 +168,21 @@ def test_a_backward_under_autocast_changes_nothing(device):
     torch.testing.assert_close(again, expected)
 
 
-@pytest.mark.parametrize("is_slow", [True, False], ids=["no float16 arithmetic", "float16"])
-def test_float16_on_both_kinds_of_cpu(is_slow, monkeypatch):
-    monkeypatch.setattr(float16, "_is_slow", is_slow)
+@pytest.mark.parametrize("is_slow", [True, False], ids=["no arithmetic of 16 bits", "16 bits"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_16_bits_on_both_kinds_of_cpu(dtype, is_slow, monkeypatch):
+    monkeypatch.setattr(half_products, "_slow", HALVES if is_slow else ())
     seen = []
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *w: seen.append(x.dtype) or linear(x, *w))
-    given = operands([32, 32, 8], (16,), torch.float16, "cpu")
+    given = operands([32, 32, 8], (16,), dtype, "cpu")
     y = mlp_function(1, 1, *given)
-    assert y.dtype == torch.float16
-    assert set(seen) == {torch.float32 if is_slow else torch.float16}
+    assert y.dtype == dtype
+    assert set(seen) == {torch.float32 if is_slow else dtype}
     assert_as_accurate_as(oracle_of(torch.relu, True), y, *given)
     seen.clear()
     mlp_function(1, 1, *[t[:2, :2] if t.dim() == 2 else t[:2] for t in given])
-    assert set(seen) == {torch.float16}  # for a few products torch's loops are quicker
+    assert set(seen) == {dtype}  # for a few products torch's loops are quicker
 
 
 def test_module(device):

@@ -329,6 +329,51 @@ def test_autocast(device):
     assert torch.equal(y, half(x.bfloat16(), None, None)[0])
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_backward_under_autocast_changes_nothing(p, device):
+    module = SelfMultiheadAttn(32, 2, dropout=p, bias=True, include_norm_add=True).to(device)
+    x = torch.randn(16, 2, 32, device=device, requires_grad=True)
+    leaves, y = [x, *module.parameters()], module(x, x, x)[0]
+    outside = torch.autograd.grad(y, leaves, y.detach(), retain_graph=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert all(map(torch.equal, torch.autograd.grad(y, leaves, y.detach()), outside))
+
+
+@pytest.mark.parametrize("wanted", ["queries", "keys", "weights"])
+def test_only_what_is_needed(wanted, device):
+    module = EncdecMultiheadAttn(8, 2, dropout=0.3, bias=True).to(device, torch.float64)
+    x, y = (torch.randn(n, 2, 8, device=device, dtype=torch.float64) for n in (3, 5))
+    leaves = {"queries": [x], "keys": [y], "weights": [module.in_proj_weight_kv]}[wanted]
+
+    def gradients(inputs):
+        for leaf in inputs:
+            leaf.requires_grad_()
+        torch.manual_seed(3)
+        return torch.autograd.grad(module(x, y, y)[0].sin().sum(), leaves)
+
+    module.requires_grad_(False)
+    actual = gradients(leaves)
+    assert torch.equal(actual[0], gradients([x, y, *module.parameters()])[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8), (3, 0, 8)], ids=str)
+def test_of_nothing(shape, device):
+    module = SelfMultiheadAttn(8, 2, dropout=0.3, bias=True).to(device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    y, _ = module(x, x, x)
+    gradients = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+    assert y.shape == gradients[0].shape == shape
+    assert not any(g.any() for g in gradients[1:])
+
+
+def test_a_batch_of_gradients(device):
+    module = SelfMultiheadAttn(8, 2, dropout=0.3, bias=True).to(device, torch.float64)
+    x = torch.randn(3, 2, 8, device=device, dtype=torch.float64, requires_grad=True)
+    y, dy = module(x, x, x)[0], torch.randn(4, 3, 2, 8, device=device, dtype=torch.float64)
+    run = lambda dy, **how: torch.autograd.grad(y, x, dy, retain_graph=True, **how)[0]
+    torch.testing.assert_close(run(dy, is_grads_batched=True), torch.stack([run(d) for d in dy]))
+
+
 X = torch.ones(3, 2, 8)
 BAD = {
     "two masks": (ValueError, "not both", {"key_padding_mask": X, "attn_mask": X}),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apex.contrib._shared.native.composed import Composed
-from apex.contrib._shared.native.float16 import needs_float32
-from apex.contrib._shared.native.operands import autocast, is_autocast
+from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.operands import FLOATS, autocast, is_autocast
 from apex.contrib.dense_blaslt import dense_gelu_gradient, dense_with_gelu
 from apex.contrib.dense_epilogue import (
     GELU,
@@ -21,6 +21,7 @@ from apex.contrib.dense_epilogue import (
     dense_activation_backward,
     dense_gelu,
 )
+from apex.contrib.dense_epilogue.layer import dense
 from apex.contrib.dense_epilogue.products import (
     as_matrix,
     check_input,
@@ -39,20 +40,6 @@ __all__ = [
     "fused_dense_function",
     "fused_dense_gelu_dense_function",
 ]
-
-
-def _plain_dense(_: None, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(input, weight, bias)
-
-
-def _dense_forward(_: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    return (F.linear(x, weight, bias),)
-
-
-def _dense_backward(
-    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    return linear_gradients(needs, as_matrix(dy), saved[0], saved[1])
 
 
 def _plain_gelu_dense(
@@ -102,7 +89,6 @@ def _gelu_dense_backward(
     return [dx, dweight1, dbias1 if needs[2] else None, *of_second]
 
 
-_dense = Composed("fused_dense_function", _dense_forward, _dense_backward, _plain_dense)
 _gelu_dense = Composed(
     "fused_dense_gelu_dense_function",
     _gelu_dense_forward,
@@ -111,23 +97,21 @@ _gelu_dense = Composed(
 )
 
 
-_QUICK = torch.float32, torch.bfloat16  # no CPU takes them through another dtype
-
-
 def _is_quick(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a call casts nothing, and torch would find what else is wrong with its operands.
 
     ``F.linear`` takes 3 us for a small layer, which all checks of our own would double.
     """
-    return (
-        type(input) is Tensor
-        and input.dtype in _QUICK
-        and isinstance(weight, Tensor)
-        and weight.dim() == 2
-        and weight.is_meta is input.is_meta
-        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]))
-        and not is_autocast(input)
-    )
+    if type(input) is not Tensor or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return False
+    dtype = input.dtype
+    if dtype is not torch.float32 and (
+        dtype not in FLOATS or input.dim() == 0 or needs_float32(input, weight)
+    ):
+        return False
+    if bias is not None and not (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]):
+        return False
+    return weight.is_meta is input.is_meta and not is_autocast(input)
 
 
 def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -136,8 +120,8 @@ def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     check_layer(name, input, input.shape[-1], weight, bias)
     if needs_float32(input, weight):
         wide = [t if t is None else t.float() for t in (input, weight, bias)]
-        return _dense(None, *wide).to(input.dtype)
-    return _dense(None, input, weight, bias)
+        return dense(None, *wide).to(input.dtype)
+    return dense(None, input, weight, bias)
 
 
 def _apply_no_bias(input: Tensor, weight: Tensor) -> Tensor:
@@ -184,9 +168,10 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> 
         torch.Size([4, 3])
     """
     if _is_quick(input, weight, bias):
-        run = _dense if torch.is_grad_enabled() else _plain_dense
         try:
-            return run(None, input, weight, bias)
+            if torch.is_grad_enabled():
+                return dense.without_autocast(None, input, weight, bias)
+            return F.linear(input, weight, bias)
         except RuntimeError:  # of torch's checks; below it is said in our words
             pass
     return _apply_dense(*autocast(input, weight, bias))

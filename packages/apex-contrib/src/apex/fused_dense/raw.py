@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from apex.contrib._shared.native.composed import plainly
-from apex.contrib._shared.native.float16 import needs_float32
+from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib.dense_epilogue.layer import dense_backward, dense_forward
 from apex.contrib.dense_epilogue.products import check_input, check_layer
 
 from . import fused_dense as layers
@@ -17,7 +18,7 @@ from . import fused_dense as layers
 def dense(name: str, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     check_input(name, input)
     check_layer(name, input, input.shape[-1], weight, bias)
-    run = lambda x, *others: layers._dense_forward(None, x, *others)
+    run = lambda x, *others: dense_forward(None, x, *others)
     return _run(run, [weight], input, weight, bias)[0]
 
 
@@ -25,7 +26,7 @@ def dense_gradients(name: str, input: Tensor, weight: Tensor, dy: Tensor) -> lis
     check_input(name, input)
     columns = check_layer(name, input, input.shape[-1], weight, None)
     _check_result(name, "d_output", dy, input, columns)
-    run = lambda dy, *saved: layers._dense_backward(None, (True,) * 3, dy, saved)
+    run = lambda dy, *saved: dense_backward(None, (True,) * 3, dy, saved)
     return _run(run, [weight], dy, input, weight)
 
 
@@ -76,7 +77,7 @@ def _check_result(name: str, argument: str, tensor: Tensor, input: Tensor, colum
 def _run(
     function: Callable[..., Sequence[Tensor]], weights: list[Tensor], *tensors: Tensor
 ) -> list[Tensor]:
-    """Call a function without gradients and autocast, in float32 where float16 would be slow."""
+    """Call a function without gradients and autocast, in float32 where 16 bits would be slow."""
     dtype = tensors[0].dtype
     if needs_float32(tensors[0], *weights):
         tensors = tuple(t.float() for t in tensors)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apex.contrib._shared.native.composed import Composed, plainly
-from apex.contrib._shared.native.float16 import needs_float32
+from apex.contrib._shared.native.half_products import needs_float32
 from apex.contrib._shared.native.operands import autocast
 from apex.contrib.dense_epilogue import RELU, SIGMOID, decompositions, dense_activation_backward
 from apex.contrib.dense_epilogue.products import (

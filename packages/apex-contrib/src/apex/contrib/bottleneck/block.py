@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import plainly
-from .._shared.native.float16 import is_slow
+from .._shared.native.half_products import is_slow
 from .._shared.native.operands import autocast
 from ..group_batch_norm.over_group import frozen
 
@@ -74,8 +74,8 @@ def block(
             row, or zeros, on each side.
         fused: scale, bias, ReLU and residual in one pass each; else plain PyTorch.
 
-    Under autocast tensors are cast to its dtype first. float16 is computed in float32 where a CPU
-    has no float16 arithmetic, and rounded once.
+    Under autocast tensors are cast to its dtype first. A 16-bit dtype is computed in float32 where
+    a CPU has no arithmetic of it, and rounded once.
     """
     x, *weights = autocast(x, *weights)
     if not fused:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn import grad as convolution
 
 from .._shared.native.composed import plainly
-from .._shared.native.float16 import is_slow
+from .._shared.native.half_products import is_slow
 
 __all__ = ["Layers", "back", "image", "layers_of", "run"]
 
@@ -124,7 +124,7 @@ def layers_of(
 def run(like: Tensor, function: Callable[..., Any], *tensors: Any) -> Any:
     """Call a function of tensors without gradients and autocast.
 
-    In float32 where float16 would be slow; results have the dtype of ``like``.
+    In float32 where a 16-bit dtype would be slow; results have the dtype of ``like``.
     """
     if is_slow(like):
         tensors = tuple(_cast(t, torch.float32) for t in tensors)

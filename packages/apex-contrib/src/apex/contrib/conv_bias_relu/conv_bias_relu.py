@@ -10,11 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import Composed, plainly
-from .._shared.native.float16 import is_slow
+from .._shared.native.half_products import is_slow
 from .._shared.native.operands import autocast
 from .._shared.native.transforms import is_transformed
 from ..dense_epilogue import RELU, decompositions, dense_activation_backward
-from .operands import check_convolution, check_mask, check_mask_shape, check_vector, pair
+from .operands import (
+    check_convolution,
+    check_mask,
+    check_mask_shape,
+    check_vector,
+    check_window,
+    pair,
+)
 
 __all__ = [
     "ConvBias",
@@ -28,6 +35,7 @@ __all__ = [
     "decompositions",
 ]
 
+_HALVES = torch.float16, torch.bfloat16
 _Pair = tuple[int, int]
 _Option = tuple[bool, _Pair, _Pair]  # ReLU?, padding, stride
 
@@ -58,6 +66,15 @@ def _reference(
     return torch.relu(y) if has_relu else y
 
 
+def _folded(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scaled weights and None, where that rounds no more than 32 bits do: it spares a pass over
+    the output in each direction. Else what is given.
+    """
+    if scale is None or weight.dtype in _HALVES:
+        return weight, scale
+    return weight * scale.view(-1, 1, 1, 1), None
+
+
 def _forward(
     option: _Option,
     x: Tensor,
@@ -68,6 +85,7 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """The output; and again for the backward, which takes the ReLU from it."""
     has_relu, padding, stride = option
+    weight, scale = _folded(weight, scale)
     if scale is None:
         y = F.conv2d(x, weight, bias, stride, padding)
     else:
@@ -96,14 +114,17 @@ def _backward(
         dbias = dbias if sums else None
     if needs[3] and dbias is None:
         dbias = dy.sum((0, 2, 3))
-    if scale is not None:
-        dy = dy * _channels(scale)
+    weight, unfolded = _folded(weight, scale)
+    if unfolded is not None:
+        dy = dy * _channels(unfolded)
     dx = dweight = None
     if needs[0] or needs[1]:
         dx, dweight, _ = torch.ops.aten.convolution_backward(
             *(dy, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1),
             (needs[0], needs[1], False),
         )
+        if dweight is not None and scale is not None and unfolded is None:
+            dweight = dweight * scale.view(-1, 1, 1, 1)
     return [dx, dweight, None, dbias, None]
 
 
@@ -118,9 +139,14 @@ def _apply(
     bias: Tensor,
     padding: int | _Pair,
     stride: int | _Pair,
-    scale: Tensor | None = None,
-    mask: Tensor | None = None,
+    **extra: Tensor,
 ) -> Tensor:
+    """``extra`` is a scale or a mask."""
+    for argument, tensor in extra.items():
+        if not isinstance(tensor, Tensor):
+            got = type(tensor).__name__
+            raise TypeError(f"{name}: {argument} must be a tensor, got {got}.")
+    scale, mask = extra.get("scale"), extra.get("mask")
     x, weight, scale, bias, mask = autocast(x, weight, scale, bias, mask)
     option = check(name, has_relu, x, weight, bias, padding, stride, scale, mask)
     if scale is not None:
@@ -129,7 +155,7 @@ def _apply(
         mask = mask.detach() if mask.dtype is torch.bool else mask.detach().to(x.dtype)
     if not is_transformed():
         x = x.contiguous(memory_format=torch.channels_last)
-    given = x, weight, scale, bias.reshape(-1), mask
+    given = x, weight, scale, bias if bias.dim() == 1 else bias.reshape(-1), mask
     if is_slow(x):
         return _convolution(option, *wide(given)).to(x.dtype)
     return _convolution(option, *given)
@@ -153,12 +179,14 @@ def check(
         check_vector(name, "scale", scale, x, weight)
     if mask is not None:
         check_mask(name, mask, x)
-    return has_relu, pair(name, "padding", padding, 0), pair(name, "stride", stride, 1)
+    padding, stride = pair(name, "padding", padding, 0), pair(name, "stride", stride, 1)
+    check_window(name, x, weight, padding)
+    return has_relu, padding, stride
 
 
 def wide(tensors: Sequence[Any]) -> list[Any]:
-    """The float16 ones in float32."""
-    return [t.float() if t is not None and t.dtype is torch.float16 else t for t in tensors]
+    """The 16-bit ones in float32."""
+    return [t.float() if t is not None and t.dtype in _HALVES else t for t in tensors]
 
 
 def run(option: _Option, x: Tensor, *others: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ __all__ = [
     "check_mask",
     "check_mask_shape",
     "check_vector",
+    "check_window",
     "pair",
 ]
 
@@ -22,7 +23,7 @@ def pair(name: str, argument: str, value: int | tuple[int, int], lowest: int) ->
     Raises:
         ValueError: it is neither a number nor two, or below ``lowest``.
     """
-    both = (value, value) if isinstance(value, int) else tuple(value)
+    both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(both) != 2 or not all(isinstance(v, int) and v >= lowest for v in both):
         raise ValueError(
             f"{name}: {argument} must be an int >= {lowest}, or two (height, width), got {value!r}."
@@ -38,6 +39,16 @@ def check_convolution(name: str, x: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"{name}: x must have shape [N, C, H, W] and weight [K, C, R, S] with the same C, got "
             f"{list(x.shape)} and {list(weight.shape)}."
+        )
+
+
+def check_window(name: str, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> None:
+    """Raise ValueError unless ``weight`` fits into the padded ``x``."""
+    sizes = [size + 2 * zeros for size, zeros in zip(x.shape[2:], padding, strict=True)]
+    if any(size < window for size, window in zip(sizes, weight.shape[2:], strict=True)):
+        raise ValueError(
+            f"{name}: windows of {list(weight.shape[2:])}, as weight has them, do not fit into x "
+            f"{list(x.shape)} with padding {list(padding)}."
         )
 
 

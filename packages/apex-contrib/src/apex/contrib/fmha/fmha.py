@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._shared.native.composed import plainly
-from .._shared.native.float16 import needs_float32
+from .._shared.native.half_products import needs_float32
+from .._shared.native.philox import draw_seed
 from .._shared.native.transforms import kernels_serve
-from ..multihead_attn.attention import attend
+from ..multihead_attn.core import context_of
 from ..multihead_attn.torch_attention import attend_packed, serves_packed
 from .packed import Layout, check_packed, pad, unpad
 
@@ -25,8 +26,9 @@ def _attention(qkv: Tensor, cu_seqlens: Tensor, p: float, max_s: int) -> Tensor:
     _, _, heads, size = qkv.shape
     layout = Layout(cu_seqlens, qkv.shape[0], max_s)
     padded = pad(qkv, layout).permute(2, 0, 3, 1, 4)  # [3, b, heads, s, d]
-    q, k, v = padded.reshape(3, layout.batch * heads, max_s, size).unbind(0)
-    context, _ = attend(q, k, v, heads, size**-0.5, layout.mask, p)
+    each = padded.reshape(3, layout.batch * heads, max_s, size)
+    seed = draw_seed(qkv.device) if p else None
+    context = context_of((heads, size**-0.5, float(p)), each, None, layout.mask, seed)
     by_token = context.view(layout.batch, heads, max_s, size).transpose(1, 2)
     return unpad(by_token, layout)
 

@@ -11,17 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import plainly
-from .._shared.native.float16 import needs_float32
+from .._shared.native.half_products import needs_float32
 from .._shared.native.operands import autocast, exact, is_dtensor, statistics_dtype
 from .._shared.native.philox import draw_seed
 from .._shared.native.transforms import kernels_serve
+from ..dense_epilogue.layer import dense
 from ..layer_norm.layer_norm import FastLayerNormFN
+from .core import attend, context_of, parts
 from .torch_attention import attend_without_weights, mask_kind, takes_sdpa
 from .weights import dropout_rows, mask_softmax, softmax_dropout
 
 __all__ = [
     "Options",
-    "attend",
     "call",
     "dropout",
     "encdec_attention",
@@ -81,29 +82,14 @@ def kernel_mask(
     return mask.contiguous().unsqueeze(1)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, mask: Tensor | None, p: float
-) -> tuple[Tensor, Tensor]:
-    """``weights @ v`` with ``weights = dropout(softmax(scale * q @ k^T + mask))``, and the weights.
-
-    ``q`` is ``[b * heads, sq, d]``; ``k`` and ``v`` are ``[b * heads, sk, d]``. :func:`kernel_mask`
-    gave the mask. The result is like ``q``; the weights are ``[b, heads, sq, sk]``.
-    """
-    nothing = q.new_zeros(1, 1, 1)
-    scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=scale)
-    by_head = scores.view(q.shape[0] // heads, heads, *scores.shape[1:])
-    weights = masked_weights(by_head, mask, p)
-    return torch.bmm(weights.view(scores.shape), v), weights
-
-
-def _split(projected: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
-    """``[t, b, heads * parts * d]`` as ``parts`` tensors ``[b * heads, t, d]``."""
+def _split(projected: Tensor, parts: int, heads: int) -> Tensor:
+    """``[t, b, heads * parts * d]`` as ``[parts, b * heads, t, d]``."""
     t, b, columns = projected.shape
     size = columns // (heads * parts)
     each = projected.view(t, b * heads, parts, size).permute(2, 1, 0, 3)
     if projected.is_cpu and projected.dtype.itemsize == 2:
         each = each.contiguous()  # products of strided 16-bit matrices take twice the time
-    return each.unbind(0)
+    return each
 
 
 def _merge(context: Tensor, batch: int, heads: int) -> Tensor:
@@ -136,17 +122,35 @@ Results = tuple[Tensor, Tensor | None]
 
 
 def _finish(
-    q: Tensor, k: Tensor, v: Tensor, batch: int, options: Options, w: Tensor, b: Tensor | None
+    queries: Tensor,
+    keys_values: Tensor | None,
+    batch: int,
+    options: Options,
+    w: Tensor,
+    b: Tensor | None,
 ) -> Results:
+    """Of projected tensors, as :func:`~apex.contrib.multihead_attn.core.context_of` has them."""
     given, heads = (options.mask, options.is_time_mask, options.is_added), options.heads
-    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
-    if _takes_sdpa(q, k, options):
-        context = attend_without_weights(q, k, v, heads, scale, *given)
-        return F.linear(_merge(context, batch, heads), w, b), None
-    mask = kernel_mask(*given, (batch, heads, q.shape[1], k.shape[1]), q.dtype)
-    context, weights = attend(q, k, v, heads, scale, mask, options.p)
-    output = F.linear(_merge(context, batch, heads), w, b)
-    return output, weights.mean(1) if options.needs_weights else None
+    keys = queries if keys_values is None else keys_values
+    scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
+    if _takes_sdpa(queries, keys, options):
+        context = attend_without_weights(*parts(queries, keys_values), heads, scale, *given)
+        return _linear(_merge(context, batch, heads), w, b), None
+    mask = kernel_mask(*given, (batch, heads, queries.shape[-2], keys.shape[-2]), queries.dtype)
+    seed = _seed_of(queries) if options.p else None
+    option = heads, scale, float(options.p)
+    if options.needs_weights:
+        context, weights = attend(option, *parts(queries, keys_values), mask, seed)
+        return _linear(_merge(context, batch, heads), w, b), weights.mean(1)
+    context = context_of(option, queries, keys_values, mask, seed)
+    return _linear(_merge(context, batch, heads), w, b), None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A dense layer whose backward no autocast changes."""
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return dense.without_autocast(None, x, weight, bias)
 
 
 def _takes_sdpa(q: Tensor, k: Tensor, options: Options) -> bool:
@@ -165,8 +169,8 @@ def self_attention(
     b_out: Tensor | None,
 ) -> Results:
     """Outputs of inputs ``[t, b, e]``, and averaged weights ``[b, t, t]`` or None."""
-    q, k, v = _split(F.linear(x, w_in, b_in), 3, options.heads)
-    return _finish(q, k, v, x.shape[1], options, w_out, b_out)
+    projected = _split(_linear(x, w_in, b_in), 3, options.heads)
+    return _finish(projected, None, x.shape[1], options, w_out, b_out)
 
 
 def encdec_attention(
@@ -181,9 +185,9 @@ def encdec_attention(
     b_out: Tensor | None,
 ) -> Results:
     """The same: queries from ``x`` ``[t, b, e]``, keys and values from ``y`` ``[s, b, e]``."""
-    (q,) = _split(F.linear(x, w_q, b_q), 1, options.heads)
-    k, v = _split(F.linear(y, w_kv, b_kv), 2, options.heads)
-    return _finish(q, k, v, x.shape[1], options, w_out, b_out)
+    queries = _split(_linear(x, w_q, b_q), 1, options.heads)[0]
+    keys_values = _split(_linear(y, w_kv, b_kv), 2, options.heads)
+    return _finish(queries, keys_values, x.shape[1], options, w_out, b_out)
 
 
 def with_norm_and_residual(
@@ -208,8 +212,8 @@ def call(
 ) -> Results:
     """Call ``function`` in the dtype that the device multiplies; autocast is off inside.
 
-    Under autocast all tensors are cast to its dtype. On CPUs without float16 products the function
-    computes in float32, and its results are rounded. ``check`` sees the tensors before.
+    Under autocast all tensors are cast to its dtype. On CPUs without products of that dtype the
+    function computes in float32, and its results are rounded. ``check`` sees the tensors before.
     """
     tensors = autocast(*tensors)
     check(name, options, *tensors)

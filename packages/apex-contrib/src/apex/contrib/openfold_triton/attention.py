@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import Composed, plainly
-from .._shared.native.float16 import is_slow
+from .._shared.native.half_products import is_slow
 from .._shared.native.operands import autocast, check_floating, is_dtensor, statistics_dtype
 from .._shared.native.transforms import is_transformed, kernels_serve
 from ..multihead_attn.mask_softmax_dropout import mask_softmax_backward, mask_softmax_forward
@@ -77,8 +77,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor
 def _sdpa_is_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """Whether torch's attention is faster: on a CPU without gradients, with 0.4 to 0.9 of the time.
 
-    With them it is slower where the bias gets one, and in bfloat16 (docs/contrib/openfold_triton.md
-    has figures); in float32 without a bias it is faster, but cannot be differentiated again. What
+    With them it is slower where the bias gets one, and in bfloat16; in float32 without a bias it is
+    faster (docs/contrib/openfold_triton.md has figures), but cannot be differentiated again. What
     is exported may be trained.
     """
     if not q.is_cpu:
