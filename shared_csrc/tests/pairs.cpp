@@ -90,11 +90,28 @@ void check_pairs(int count) {
 }
 #endif
 
+#if defined(__AVX512F__)
+// A constant in a loop, whose rounding compilers would like to do before it: a processor that lacks
+// the instruction must not come to it.
+[[gnu::noinline]] void store_constant(BFloat16* elements, int packs, float value) {
+  for (int pack = 0; pack < packs; ++pack) {
+    alignas(64) float slots[kPack];
+    for (float& slot : slots) slot = value;
+    store_slots<false>(elements + pack * kPack, slots, kRoundsBFloat16);
+  }
+}
+#endif
+
 }  // namespace
 
 int main() {
 #if defined(__AVX512BW__)
   for (int count = 1; count <= 2 * kGroup; ++count) check_pairs(count);
+#endif
+#if defined(__AVX512F__)
+  BFloat16 constants[3 * kPack];
+  store_constant(constants, 3, -1.0f);
+  for (BFloat16 element : constants) failures += element.bits != to_bfloat16(-1.0f).bits;
 #endif
   for (uint32_t lower : kLowerHalves) {
     for (uint32_t upper = 0; upper < 0x10000; upper += kPack) {

@@ -69,7 +69,8 @@ APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool b
     for (int word = 0; word < kWords; word += kVector) {
       __m512 even = _mm512_load_ps(slots + word), odd = _mm512_load_ps(slots + word + kWords);
       __m512i halves;
-      // Volatile: else g++ may take it out of a loop, and so out of the condition above.
+      // volatile, or compilers move it out of a loop that stores a constant, before the question
+      // whether the processor has it.
       asm volatile("vcvtne2ps2bf16 %1, %2, %0" : "=v"(halves) : "v"(even), "v"(odd));
       store(word, _mm512_permutexvar_epi16(in_turn, halves));
     }
