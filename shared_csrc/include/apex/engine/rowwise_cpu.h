@@ -55,15 +55,14 @@ class Row {
   // The same of a matrix whose rows begin `stride` elements apart; out() takes a stride, too.
   template <class S>
   ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + index_ * stride + begin_, to_next(stride)};
+    return {matrix + index_ * stride + begin_, stride};
   }
   template <class S>
   WriteView<S> out(S* matrix, int64_t stride) const {
     constexpr int64_t kBytes = sizeof(S);
     S* row = matrix + index_ * stride + begin_;
     int64_t bytes = ((rows_ - 1) * stride + columns_) * kBytes;
-    return {row, to_next(stride),
-            can_stream(row, columns_ * kBytes, bytes) && is_backed(matrix, bytes)};
+    return {row, stride, can_stream(row, columns_ * kBytes, bytes) && is_backed(matrix, bytes)};
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
@@ -111,7 +110,7 @@ class Row {
   // stores go through the cache, in which the row is read next.
   template <class S, class F, class... Views>
   auto stage_result(int, S* matrix, const F& functor, const Views&... views) const {
-    each(functor, WriteView<S>{matrix + index_ * width_ + begin_, to_next(width_)}, views...);
+    each(functor, WriteView<S>{matrix + index_ * width_ + begin_, width_}, views...);
     return in(static_cast<const S*>(matrix));
   }
 
@@ -329,10 +328,6 @@ class Row {
     paired_ = Lanes<T, Views...>::kPaired;
     paired_end_ = kPairsOfGroups<T, Views...>;
   }
-
-  // Elements to the next row, if there is one: of a single long row, fetching what lies behind it
-  // takes longer than the row.
-  int64_t to_next(int64_t stride) const { return index_ + 1 < rows_ ? stride : 0; }
 
   // Whether a result has pages: its last, which is written last. Asked once, and of one result:
   // several come from the same place.

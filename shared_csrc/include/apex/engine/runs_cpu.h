@@ -12,10 +12,6 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Runs that are taken group of columns by group of columns: few enough to stay in the first-level
-// cache.
-inline constexpr int64_t kRunsAtOnce = 16;
-
 template <bool kLoads, class G, class View>
 APEX_HD void load_if(const View& view, int64_t column, int count, typename G::Values& values) {
   if constexpr (kLoads) G::load(view, column, count, values);
@@ -31,8 +27,11 @@ void each_of_runs(std::index_sequence<I...>, int64_t columns, int64_t runs, cons
                   const Views&... views) {
   using G = Groups<T, kPairsOfGroups<T, Views...>>;
   const F own = functor;  // which no store can change, for all the compiler knows
-  for (int64_t begin = 0; begin < runs; begin += kRunsAtOnce) {
-    const int64_t end = std::min(runs, begin + kRunsAtOnce);
+  // One group of columns after the other would read memory in steps: three quarters of the speed
+  // of whole runs, where these are wider than a group.
+  const int64_t at_once = columns <= G::kLanes ? runs : 1;
+  for (int64_t begin = 0; begin < runs; begin += at_once) {
+    const int64_t end = begin + at_once;
     for (int64_t column = 0; column < columns; column += G::kLanes) {
       const int count = static_cast<int>(std::min<int64_t>(columns - column, G::kLanes));
       alignas(64) typename G::Values held[sizeof...(Views)];
