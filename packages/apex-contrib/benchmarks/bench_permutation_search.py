@@ -29,8 +29,8 @@ WIDE = (576, 64)  # with windows of 12 columns, 5775 permutations each
 SEARCHED = {
     "resnet50 3x3": (576, 64, 100),
     "resnet50 1x1": (64, 256, 100),
-    "resnet50 3x3 wide": (2304, 256, 10),
-    "bert attention": (768, 768, 10),
+    "resnet50 3x3 wide": (1152, 128, 100),
+    "bert attention": (768, 768, 2),
 }
 SEARCHES = 3  # of ours, and one of NumPy's
 AT_ONCE = 64  # windows, in NumPy: their columns stay in the caches
