@@ -1,23 +1,38 @@
-"""What each permutation of windows of 8 or 12 columns keeps, of all pairs or threes of stripes.
+"""Searches for orders of channels, and what each permutation of windows of columns keeps.
 
-That is the first pass of the search, and what it spends its time in. The peer is the same in plain
-NumPy: sets of four columns once each, two of four as the largest of three sums.
+The latter, of all pairs or threes of stripes, is the first pass of a search, and what it spends its
+time in. The peers are the same in plain NumPy (sets of four columns once each, two of four as the
+largest of three sums), and the published search made of it, which must not keep more than ours.
 """
 
+import time
 from itertools import combinations
 
 import numpy as np
 import torch
 
+from apex.contrib.sparsity.permutation_search_kernels import (
+    accelerated_search_for_good_permutation,
+)
 from apex.contrib.sparsity.permutation_search_kernels.exhaustive_search import (
     generate_all_unique_combinations,
 )
 from apex.contrib.sparsity.permutation_search_kernels.windows import Moves
-from apex_testkit.bench import chosen_device, compare
+from apex_testkit.bench import chosen_device, compare, record_samples
+from apex_testkit.channel_search import published, retained
+from apex_testkit.load import LoadMeter
 
 # Rows and columns: convolutions of a ResNet-18, and a linear layer.
 SHAPES = [(576, 64), (1152, 128), (2304, 256), (1024, 256)]
 WIDE = (576, 64)  # with windows of 12 columns, 5775 permutations each
+# Rows and input channels of weights, and escapes of their searches, of which ASP has 100.
+SEARCHED = {
+    "resnet50 3x3": (576, 64, 100),
+    "resnet50 1x1": (64, 256, 100),
+    "resnet50 3x3 wide": (1152, 128, 100),
+    "bert attention": (768, 768, 2),
+}
+SEARCHES = 3  # of ours, and one of NumPy's
 AT_ONCE = 64  # windows, in NumPy: their columns stay in the caches
 
 
@@ -53,6 +68,34 @@ def run(rows: int, columns: int, device: str, width: int = 8) -> None:
     )
 
 
+def search(name: str, rows: int, columns: int, escapes: int) -> None:
+    """Record seconds of whole searches; raise if the published one keeps more."""
+    rng = np.random.default_rng(0)
+    scales = np.exp(0.5 * rng.standard_normal(columns))  # channels differ, as trained ones do
+    matrix = (rng.standard_normal((rows, columns)) * scales).astype(np.float32)
+    options = {"escape_attempts": escapes}
+    accelerated_search_for_good_permutation(matrix[:, :16], options)
+    meter, samples = LoadMeter(), {"apex": [], "numpy": []}
+    for _ in range(SEARCHES):
+        begun = time.perf_counter()
+        order = accelerated_search_for_good_permutation(matrix, options)
+        samples["apex"].append((time.perf_counter() - begun) * 1e6)
+    begun = time.perf_counter()
+    most, _ = published(matrix, escapes)
+    samples["numpy"].append((time.perf_counter() - begun) * 1e6)
+    load, kept = meter.read(), retained(matrix[:, order])
+    case = f"{name}, {rows} x {columns}, {escapes} escapes"
+    record_samples("permutation_search_whole", case, samples, load)
+    whole = np.abs(matrix).sum(dtype=np.float64)
+    before = retained(matrix)
+    print(f"  keeps {kept / whole:.4%}, NumPy {most / whole:.4%}, unpermuted {before / whole:.4%}")
+    if kept < most * (1 - 1e-6):
+        raise AssertionError(f"{case}: keeps {kept}, and the published search {most}")
+
+
 for shape in SHAPES:
     run(*shape, chosen_device())
 run(*WIDE, chosen_device(), width=12)
+if chosen_device() == "cpu":
+    for name, sizes in SEARCHED.items():
+        search(name, *sizes)

@@ -16,62 +16,11 @@ from apex.contrib.sparsity.permutation_search_kernels import (
 from apex.contrib.sparsity.permutation_search_kernels import channel_swap as swap
 from apex.contrib.sparsity.permutation_search_kernels import exhaustive_search as search
 from apex.contrib.sparsity.permutation_search_kernels import permutation_utilities as utilities
+from apex_testkit.channel_search import partitions, published, retained
 
 
 def matrix_of(rows, columns, seed=0):
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
-
-
-def retained(matrix):
-    """What 2:4 pruning keeps, by sorting every four."""
-    return np.sort(np.abs(matrix.astype(np.float64)).reshape(-1, 4))[:, 2:].sum()
-
-
-def partitions(columns):
-    """All ways to put columns into unordered groups of four."""
-    if not columns:
-        yield []
-        return
-    for rest in combinations(columns[1:], 3):
-        group = (columns[0], *rest)
-        left = [c for c in columns if c not in group]
-        yield from ([*group, *others] for others in partitions(left))
-
-
-def published(matrix, escapes=100, seed=0):
-    """The published algorithm with windows of 8 columns, in plain NumPy.
-
-    Pool & Yu 2021, sections 4.1 and 4.2: evaluate all pairs of stripes, make the best moves that
-    have no stripe in common, and repeat; where none gains, swap two random columns and go on.
-    """
-    random, order = np.random.default_rng(seed), np.arange(matrix.shape[1])
-    moves = np.array(list(partitions(list(range(8)))))
-    pairs = list(combinations(range(matrix.shape[1] // 4), 2))
-    best, best_order = retained(matrix), order.copy()
-    for _ in range(escapes + 1):
-        while True:
-            stripes, gains = order.reshape(-1, 4), []
-            for pair in pairs:
-                window = stripes[list(pair)].ravel()
-                kept = np.sort(
-                    np.abs(matrix[:, window[moves]].astype(np.float64)).reshape(
-                        len(matrix), len(moves), 2, 4
-                    )
-                )
-                kept = kept[..., 2:].sum((0, 2, 3))
-                gains.append((kept.max() - kept[0], pair, window[moves[kept.argmax()]]))
-            used = set()
-            for gain, pair, window in sorted(gains, key=lambda g: -g[0]):
-                if gain > 1e-9 and used.isdisjoint(pair):
-                    used.update(pair)
-                    order.reshape(-1, 4)[list(pair)] = window.reshape(2, 4)
-            if not used:
-                break
-        if retained(matrix[:, order]) > best:
-            best, best_order = retained(matrix[:, order]), order.copy()
-        a, b = random.choice(matrix.shape[1], 2, replace=False)
-        order[[a, b]] = order[[b, a]]
-    return best, best_order
 
 
 @pytest.mark.parametrize("columns", [4, 8, 12])
@@ -94,6 +43,22 @@ def test_keeps_no_less_than_the_published_algorithm(rows, columns, seed):
     found = retained(matrix[:, order])
     assert found >= expected * (1 - 1e-6)
     assert retained(matrix) < found <= utilities.magnitude_after_pruning_rows(matrix)
+
+
+# A weight's rows and input channels: convolutions of ResNet-50, and a dense layer of BERT-mini.
+WEIGHTS = {"3x3": (576, 64), "1x1": (64, 256), "1x1 wide": (128, 512), "bert": (1024, 256)}
+
+
+@pytest.mark.parametrize("shape", WEIGHTS.values(), ids=WEIGHTS)
+def test_keeps_no_less_of_weights_of_networks(shape):
+    """With as many escapes. bench_permutation_search.py compares BERT-base's and what 100 keep."""
+    rng = np.random.default_rng(5)
+    matrix = rng.standard_normal(shape) * np.exp(0.5 * rng.standard_normal(shape[1]))
+    matrix = matrix.astype(np.float32)
+    expected, _ = published(matrix, escapes=1)
+    order = accelerated_search_for_good_permutation(matrix, {"escape_attempts": 1})
+    assert sorted(order) == list(range(shape[1]))
+    assert retained(matrix[:, order]) >= expected * (1 - 1e-6)
 
 
 @pytest.mark.parametrize(

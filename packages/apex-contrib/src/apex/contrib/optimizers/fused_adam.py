@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._shared.native.writes import call_counted
 from ..clip_grad.ops import clip_grad_total_norm
-from .given_lists import Batches, by_group, check_grad, check_output, match_layout
+from .given_lists import Batches, by_group, check_grad, check_output, fit_together, match_layout
 from .legacy_adam import scaled_adam_step
 
 __all__ = ["FusedAdam"]
@@ -143,32 +143,6 @@ class FusedAdam(torch.optim.Optimizer):
             scale, grad_norms = stash.scale * self._amp_scale_adjustment, stash.grad_norms
         if self._use_multi_tensor:
             self._check_one_device()
-        batches, stepped = self._batches(grads, output_params, scale, grad_norms)
-        for numbers, (params, *lists) in batches:
-            (*hyper, factor, step, corrects) = numbers
-            device_scale = factor if isinstance(factor, Tensor) else None
-            host_scale = 1.0 if device_scale is not None else factor
-            copies = lists[3] if len(lists) > 3 else []
-            call_counted(
-                scaled_adam_step,
-                params,
-                *lists[:3],
-                copies,
-                *hyper,
-                host_scale,
-                device_scale,
-                step,
-                corrects,
-                self.eps_mode == 0,
-            )
-        for param in stepped:
-            self.state[param]["step"] += 1
-        return loss
-
-    def _batches(
-        self, grads: Any, output_params: Any, scale: Any, grad_norms: Any
-    ) -> tuple[Batches, list[Tensor]]:
-        """What to launch, checked as a whole before anything is changed; and what it steps."""
         groups = self.param_groups
         grads = by_group(_NAME, "grads", grads, groups)
         outputs = by_group(_NAME, "output_params", output_params, groups)
@@ -178,6 +152,56 @@ class FusedAdam(torch.optim.Optimizer):
                 f"{_NAME}.step: grad_norms must have one number per group, {len(groups)}, got "
                 f"{len(norms)}."
             )
+        if self._step_at_once(grads, outputs, scale, norms):
+            return loss
+        batches, stepped = self._batches(grads, outputs, scale, norms)
+        for numbers, lists in batches:
+            self._launch(numbers, *lists)
+        for param in stepped:
+            self.state[param]["step"] += 1
+        return loss
+
+    def _launch(self, numbers: tuple[Any, ...], *lists: Any) -> None:
+        """Step parameters with gradients and moments; the last list, if there, are the copies."""
+        (*hyper, factor, step, corrects) = numbers
+        device_scale = factor if isinstance(factor, Tensor) else None
+        host_scale = 1.0 if device_scale is not None else factor
+        copies = lists[4] if len(lists) > 4 else []
+        scales = (host_scale, device_scale)
+        options = (corrects, self.eps_mode == 0)
+        call_counted(scaled_adam_step, *lists[:4], copies, *hyper, *scales, step, *options)
+
+    def _step_at_once(
+        self, grads: list[Any], outputs: list[Any], scale: Any, norms: list[Any]
+    ) -> bool:
+        """Launch a group that is the only one, and has made steps together; False: not done."""
+        if len(self.param_groups) != 1:
+            return False
+        (group,), (own,), (copies,) = self.param_groups, grads, outputs
+        params = group["params"]
+        own = [p.grad if g is None else g for p, g in zip(params, own, strict=True)]
+        states = [self.state.get(param) for param in params]
+        if not all(states) or not fit_together(params, own, copies):
+            return False
+        steps = {state["step"] for state in states}
+        if len(steps) != 1 or len({copy is None for copy in copies}) != 1:
+            return False
+        moments = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")]
+        numbers = (*_hyper(group), _combined_scale(group, own, scale, norms[0]), steps.pop() + 1)
+        lists = [params, own, *moments, *([] if copies[0] is None else [copies])]
+        try:
+            self._launch((*numbers, bool(group["bias_correction"])), *lists)
+        except RuntimeError:
+            return False  # these lists do not fit as they are
+        for state in states:
+            state["step"] += 1
+        return True
+
+    def _batches(
+        self, grads: list[Any], outputs: list[Any], scale: Any, norms: list[Any]
+    ) -> tuple[Batches, list[Tensor]]:
+        """What to launch, checked as a whole before anything is changed; and what it steps."""
+        groups = self.param_groups
         batches, stepped = Batches(), []
         for group, own_grads, own_outputs, norm in zip(groups, grads, outputs, norms, strict=True):
             rows = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.writes import call_counted
-from .given_lists import Batches, by_group, check_grad, check_output, match_layout
+from .given_lists import Batches, by_group, check_grad, check_output, fit_together, match_layout
 from .legacy_sgd import masters_sgd_step
 
 __all__ = ["FusedSGD"]
@@ -144,16 +144,42 @@ class FusedSGD(torch.optim.Optimizer):
                     "FP16_Optimizer does. Wrap this optimizer in that, or use "
                     "apex.optimizers.FusedSGD."
                 )
-        for numbers, (params, own_grads, copies, *buffers) in self._batches(grads, output_params):
+        grads = by_group(_NAME, "grads", grads, self.param_groups)
+        outputs = by_group(_NAME, "output_params", output_params, self.param_groups)
+        if self._step_at_once(grads, outputs, 1.0 / scale):
+            return loss
+        for numbers, (params, own_grads, copies, *buffers) in self._batches(grads, outputs):
             args = (params, own_grads, buffers[0] if buffers else [], copies)
             call_counted(masters_sgd_step, *args, *numbers, 1.0 / scale)
         return loss
 
-    def _batches(self, grads: Any, output_params: Any) -> Batches:
+    def _numbers(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        hyper = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
+        return *map(float, hyper), bool(group["nesterov"]), bool(self.wd_after_momentum)
+
+    def _step_at_once(self, grads: list[Any], outputs: list[Any], factor: float) -> bool:
+        """Launch a group that is the only one, and whose buffers are there; False: not done."""
+        if len(self.param_groups) != 1:
+            return False
+        (group,), (own_grads,), (copies,) = self.param_groups, grads, outputs
+        params, buffers = group["params"], []
+        if not fit_together(params, own_grads, copies) or any(c is None for c in copies):
+            return False
+        if group["momentum"]:
+            states = [self.state.get(param, {}) for param in params]
+            buffers = [state.get("momentum_buffer") for state in states]
+            if any(buffer is None for buffer in buffers):
+                return False
+        lists = (params, own_grads, buffers, copies)
+        try:
+            call_counted(masters_sgd_step, *lists, *self._numbers(group), False, factor)
+        except RuntimeError:
+            return False  # these lists do not fit as they are
+        return True
+
+    def _batches(self, grads: list[Any], outputs: list[Any]) -> Batches:
         """What to launch, checked as a whole before anything is changed."""
         groups = self.param_groups
-        grads = by_group(_NAME, "grads", grads, groups)
-        outputs = by_group(_NAME, "output_params", output_params, groups)
         rows = []
         for group, *lists in zip(groups, grads, outputs, strict=True):
             for param, grad, output in zip(group["params"], *lists, strict=True):
@@ -172,7 +198,6 @@ class FusedSGD(torch.optim.Optimizer):
             buffers, is_first_run = [], False
             if group["momentum"]:
                 buffers, is_first_run = self.get_momentums([param])
-            hyper = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
-            flags = (bool(group["nesterov"]), bool(self.wd_after_momentum), is_first_run)
-            batches.add((*map(float, hyper), *flags), param, grad, output, *buffers)
+            numbers = (*self._numbers(group), is_first_run)
+            batches.add(numbers, param, grad, output, *buffers)
         return batches

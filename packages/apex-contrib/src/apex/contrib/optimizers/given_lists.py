@@ -74,6 +74,22 @@ def check_output(owner: str, param: Tensor, output: Tensor) -> None:
         )
 
 
+def fit_together(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
+) -> bool:
+    """Whether an operator may be given these lists, and checks the rest: dtypes, devices, layouts.
+
+    It changes nothing where it refuses; then :func:`check_grad` and the others find out why.
+    """
+    return all(
+        grad is not None
+        and grad.layout is torch.strided
+        and grad.shape == param.shape
+        and (output is None or output.shape == param.shape)
+        for param, grad, output in zip(params, grads, outputs, strict=True)
+    )
+
+
 def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
     """``tensor`` in the memory layout of ``like``: itself where it has that."""
     if tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous()):
