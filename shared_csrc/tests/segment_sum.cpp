@@ -103,7 +103,10 @@ void test(int threads, std::vector<int64_t> keys, int64_t count, int64_t columns
   Sums<S> program{x.data(), w.data(), y.data(), sums.data(), products.data()};
   std::string where = std::to_string(rows) + "x" + std::to_string(columns) + " in " +
                       std::to_string(count) + " segments";
-  for (bool with_rows : {false, true}) {
+  // Sums; rows and sums; both as operators call them, which may leave out the sort, by as many
+  // threads and by one.
+  enum Mode { kSumsAlone, kSorted, kCalled, kCalledByOne };
+  for (Mode mode : {kSumsAlone, kSorted, kCalled, kCalledByOne}) {
     {
 #if defined(APEX_GPU)
       using emulation::Content;
@@ -118,12 +121,14 @@ void test(int threads, std::vector<int64_t> keys, int64_t count, int64_t columns
           lend(sums, "sums", Content::kFresh),  lend(products, "products", Content::kFresh)};
       (void)lent;
 #endif
-      TestContext context(threads);
-      Segments segments = group_rows(context, rows, count, Lookup{keys.data()});
-      if (with_rows) {
-        rowwise_segment_sum(context, segments, columns, program);
+      TestContext context(mode == kCalledByOne ? 1 : threads);
+      const Lookup lookup{keys.data()};
+      if (mode == kSumsAlone) {
+        segment_sum(context, group_rows(context, rows, count, lookup), columns, program);
+      } else if (mode == kSorted) {
+        rowwise_segment_sum(context, group_rows(context, rows, count, lookup), columns, program);
       } else {
-        segment_sum(context, segments, columns, program);
+        rowwise_segment_sum(context, rows, columns, count, lookup, true, program);
       }
     }
     std::vector<double> expected(2 * count * columns);
@@ -134,7 +139,7 @@ void test(int threads, std::vector<int64_t> keys, int64_t count, int64_t columns
         int64_t i = r * columns + c;
         double a = convert<float>(x[i]), b = convert<float>(w[i]);
         double unit = sizeof(S) == 2 ? 0.01 : 1e-6;
-        if (with_rows) expect_near(convert<float>(y[i]), a - b, unit, "row of " + where);
+        if (mode != kSumsAlone) expect_near(convert<float>(y[i]), a - b, unit, "row of " + where);
         if (segment < 0 || segment >= count) continue;
         expected[segment * columns + c] += a;
         expected[(count + segment) * columns + c] += a * b;
@@ -146,11 +151,12 @@ void test(int threads, std::vector<int64_t> keys, int64_t count, int64_t columns
       expect_near(sums[i], expected[i], unit, "sum of " + where);
       expect_near(products[i], expected[count * columns + i], unit, "product of " + where);
     }
-    if (first.empty()) first = sums;
+    if (mode == kSumsAlone || mode == kCalled) first = sums;
     // Bits depend on neither the order of the work nor on who does it.
     for (size_t i = 0; i < first.size(); ++i) expect_near(sums[i], first[i], 0, "bits of " + where);
     std::fill(sums.begin(), sums.end(), -1.0f);
     std::fill(products.begin(), products.end(), -1.0f);
+    std::fill(y.begin(), y.end(), convert<S>(-1.0f));
   }
 }
 

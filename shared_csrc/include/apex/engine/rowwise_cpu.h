@@ -36,6 +36,8 @@ class Row {
   void move_to(int64_t index) { index_ = index; }
   int64_t index() const { return index_; }
   int64_t columns() const { return columns_; }
+  // Where column sums are added from now on.
+  void set_sums(T* sums) { sums_ = sums; }
 
   // The same row, of which only columns [begin, end) are seen: it begins at the first of them. It
   // has no column sums.

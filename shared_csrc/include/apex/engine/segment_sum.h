@@ -66,11 +66,11 @@ inline namespace APEX_BACKEND_NS {
 template <class Context, SegmentOfRow F, class Program>
 void rowwise_segment_sum(const Context& context, int64_t rows, int64_t columns, int64_t count,
                          const F& segment_of, bool with_sums, const Program& program) {
-  if (with_sums) {
-    rowwise_segment_sum(context, group_rows(context, rows, count, segment_of), columns, program);
-  } else {
-    rowwise(context, rows, columns, program);
-  }
+  if (!with_sums) return rowwise(context, rows, columns, program);
+#if !defined(APEX_GPU)
+  if (rows_in_order(context, rows, columns, count, segment_of, program)) return;
+#endif
+  rowwise_segment_sum(context, group_rows(context, rows, count, segment_of), columns, program);
 }
 
 }  // namespace APEX_BACKEND_NS

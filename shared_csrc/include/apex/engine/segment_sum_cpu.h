@@ -1,7 +1,9 @@
-// Sums over segments on the CPU: a counting sort, then a segment at a time per thread.
+// Sums over segments on the CPU: a counting sort, then a segment at a time per thread. Short rows
+// of small segments are added in their own order instead.
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "apex/engine/colwise_cpu.h"
 
@@ -19,18 +21,19 @@ Segments group_rows(const Context& context, int64_t rows, int64_t count, const F
   // is where offsets[s + 1] belongs. Rows of no segment are segment `count`.
   auto* ends = static_cast<int64_t*>(context.workspace((count + 2) * sizeof(int64_t)));
   auto* order = static_cast<int64_t*>(context.workspace(rows * sizeof(int64_t)));
-  auto place_of = [&](int64_t row) {
-    int64_t segment = segment_of(row);
-    return (segment < 0 || segment > count ? count : segment) + 1;
-  };
+  auto* places = static_cast<int64_t*>(context.workspace(rows * sizeof(int64_t)));
   std::fill_n(ends, count + 2, 0);
-  for (int64_t row = 0; row < rows; ++row) ++ends[place_of(row)];
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t segment = segment_of(row);
+    places[row] = (segment < 0 || segment > count ? count : segment) + 1;
+    ++ends[places[row]];
+  }
   for (int64_t total = 0, place = 1; place < count + 2; ++place) {
     int64_t size = ends[place];
     ends[place] = total;
     total += size;
   }
-  for (int64_t row = 0; row < rows; ++row) order[ends[place_of(row)]++] = row;
+  for (int64_t row = 0; row < rows; ++row) order[ends[places[row]]++] = row;
   return {rows, count, ends, order};
 }
 
@@ -40,13 +43,15 @@ class SegmentRow : public Row<T> {
  public:
   using Row<T>::Row;
 
-  // `later` is the row that is read some rows later; segment() is that of this one, or -1.
-  void move_to(int64_t segment, int64_t index, int64_t later) {
+  // `later` is the row that is read some rows later; a segment is -1 where a row has none.
+  void move_to(int64_t segment, int64_t index, int64_t later_segment, int64_t later) {
     Row<T>::move_to(index);
     segment_ = segment;
+    later_segment_ = later_segment;
     step_ = later - index;
   }
   int64_t segment() const { return segment_; }
+  int64_t later_segment() const { return later_segment_; }
 
   template <class S>
   ReadView<S> in(const S* matrix) const {
@@ -69,7 +74,7 @@ class SegmentRow : public Row<T> {
   }
 
  private:
-  int64_t segment_ = -1, step_ = 0;
+  int64_t segment_ = -1, later_segment_ = -1, step_ = 0;
 };
 
 template <class P>
@@ -152,7 +157,8 @@ class SegmentSums {
   // program.row() of the sorted row, where it is wanted.
   void at(int64_t segment, int64_t place) {
     const int64_t* order = segments_.order;
-    row_.move_to(segment, order[place], order[std::min(place + ahead_, segments_.rows - 1)]);
+    const int64_t later = order[std::min(place + ahead_, segments_.rows - 1)];
+    row_.move_to(segment, order[place], segment, later);
     if constexpr (kRows) program_.row(row_);
   }
 
@@ -214,6 +220,137 @@ void run_segment_sum(const Context& context, const Segments& segments, int64_t c
     }
     finish_streams();
   });
+}
+
+// Rows of at most so many bytes of sums are added in their own order: for each of them a sort picks
+// a line of every operand from anywhere in memory, and that takes longer than the additions.
+inline constexpr int64_t kInOrderBytes = 256;
+
+// How many rows each segment has, or null if one has more than `most`, which is 255 at most.
+template <class Context, SegmentOfRow F>
+const uint8_t* small_sizes(const Context& context, int64_t rows, int64_t count, const F& segment_of,
+                           uint8_t most) {
+  auto* sizes = static_cast<uint8_t*>(context.workspace(count + 1));
+  std::fill_n(sizes, count, uint8_t{0});
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t segment = segment_of(row);
+    if (segment < 0 || segment >= count) continue;
+    if (sizes[segment]++ == most) return nullptr;
+  }
+  return sizes;
+}
+
+// One thread's segments [begin, end), whose sums lie `distance` apart.
+template <class Program>
+class SumsInOrder {
+ public:
+  using T = typename Program::value_type;
+  static constexpr int N = Program::kSums;
+
+  SumsInOrder(const Program& program, int64_t rows, int64_t columns, int64_t count, T* sums)
+      : program_(program),
+        rows_(rows),
+        columns_(columns),
+        count_(count),
+        ahead_(rows_ahead(columns)),
+        sums_(sums),
+        row_(rows, columns, nullptr),
+        result_(count, columns, nullptr) {}
+
+  // Numbers from one segment's first sum to the next one's: the last group of lanes writes behind
+  // the last column.
+  static int64_t distance(int64_t columns) {
+    return (N - 1) * sums_stride(columns) + round_to_groups(static_cast<int>(columns));
+  }
+
+  // Takes the rows of segments [begin, end), and with_rest those of none.
+  template <SegmentOfRow F>
+  void add(int64_t begin, int64_t end, bool with_rest, const F& segment_of) {
+    std::fill(sums_of(begin), sums_of(end), T(0));
+    int taken = 0;
+    for (int64_t row = 0; row < rows_; ++row) {
+      const int64_t segment = segment_of(row);
+      const bool has_none = segment < 0 || segment >= count_;
+      taken_[taken] = {has_none ? -1 : segment, row};
+      taken += has_none ? with_rest : segment >= begin && segment < end;
+      if (taken == kTaken) add_taken(std::exchange(taken, 0));
+    }
+    add_taken(taken);
+  }
+
+  void finish(int64_t begin, int64_t end) {
+    for (int64_t segment = begin; segment < end; ++segment) {
+      row_.set_sums(sums_of(segment));
+      row_.order_sums(N);
+      result_.move_to(segment);
+      Array<ReadView<T>, N> sums;
+      for (int n = 0; n < N; ++n) sums[n] = {sums_of(segment) + n * sums_stride(columns_)};
+      program_.finish(result_, sums);
+    }
+  }
+
+ private:
+  static constexpr int kTaken = 256;
+  struct Taken {
+    int64_t segment, row;
+  };
+
+  T* sums_of(int64_t segment) const { return sums_ + segment * distance(columns_); }
+
+  void add_taken(int count) {
+    for (int i = 0; i < count; ++i) {
+      const auto [segment, row] = taken_[i];
+      const auto [later_segment, later] = taken_[std::min<int64_t>(i + ahead_, count - 1)];
+      const T* later_sums = sums_of(std::max<int64_t>(later_segment, 0));
+      for (int64_t c = 0; c < columns_; c += 64 / sizeof(T)) {
+        __builtin_prefetch(later_sums + c, 1, 2);
+      }
+      row_.move_to(segment, row, later_segment, later);
+      program_.row(row_);
+      if (segment < 0) continue;
+      row_.set_sums(sums_of(segment));
+      program_.column_sums(row_);
+    }
+  }
+
+  const Program& program_;
+  const int64_t rows_, columns_, count_, ahead_;
+  T* sums_;
+  SegmentRow<T> row_;
+  Row<T> result_;
+  Taken taken_[kTaken];
+};
+
+// The row program and the sums, where no segment has more rows than are added up without a merge;
+// otherwise does nothing and returns false. Every thread looks at all rows, and takes those of its
+// own segments.
+template <class Context, SegmentOfRow F, SegmentProgram Program>
+bool rows_in_order(const Context& context, int64_t rows, int64_t columns, int64_t count,
+                   const F& segment_of, const Program& program) {
+  using T = typename Program::value_type;
+  using Sums = SumsInOrder<Program>;
+  if (columns * static_cast<int64_t>(sizeof(T)) > kInOrderBytes) return false;
+  const uint8_t* sizes =
+      small_sizes(context, rows, count, segment_of, uint8_t{kRowsPerMerge<Program, T>});
+  if (sizes == nullptr) return false;
+  auto* sums = static_cast<T*>(context.workspace(count * Sums::distance(columns) * sizeof(T) + 1));
+  const int64_t work = rows + count;
+  const int64_t parts = std::clamp<int64_t>(work * columns / kRowwiseGrain, 1, context.threads());
+  // Threads have equal shares of rows and segments together.
+  auto* ends = static_cast<int64_t*>(context.workspace((parts + 1) * sizeof(int64_t)));
+  std::fill_n(ends, parts + 1, count);
+  ends[0] = 0;
+  for (int64_t segment = 0, part = 1, done = 0; segment < count && part < parts; ++segment) {
+    done += sizes[segment] + 1;
+    if (done >= work * part / parts) ends[part++] = segment + 1;
+  }
+  context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    Sums own(program, rows, columns, count, sums);
+    own.add(ends[first], ends[last], first == 0, segment_of);
+    own.finish(ends[first], ends[last]);
+    finish_streams();
+  });
+  return true;
 }
 
 template <class Context, SegmentProgram Program>

@@ -1,6 +1,7 @@
 // Where an op runs: threads on the CPU; device, stream and workspace on a GPU.
 #pragma once
 
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -33,18 +34,22 @@ class Context {
     torch::stable::parallel_for(begin, end, grain, f);
   }
 
-  // Scratch memory; freed with the context.
+  // Scratch memory, which begins with a cache line and holds anything; freed with the context.
   void* workspace(size_t bytes) const {
     try {
-      workspaces_.emplace_back((bytes + sizeof(double) - 1) / sizeof(double));
+      workspaces_.emplace_back(::operator new(bytes, kLine));
     } catch (const std::bad_alloc&) {
       fail_to_allocate(static_cast<int64_t>(bytes), true);
     }
-    return workspaces_.back().data();
+    return workspaces_.back().get();
   }
 
  private:
-  mutable std::vector<std::vector<double>> workspaces_;
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(void* memory) const { ::operator delete(memory, kLine); }
+  };
+  mutable std::vector<std::unique_ptr<void, Free>> workspaces_;
 };
 
 #elif defined(APEX_CUDA) || defined(APEX_HIP)

@@ -6,6 +6,9 @@
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
 #include "apex/torch/like.h"
+#if defined(APEX_CPU)
+#include "short_rows.h"
+#endif
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -55,6 +58,18 @@ FocalLoss<S, kSquared> loss_of(const Tensor& x, const int64_t* targets, const Nu
   return {data<S>(x, "x"), targets, numbers.classes, term(numbers.alpha), term(1 - numbers.alpha)};
 }
 
+#if defined(APEX_CPU)
+bool are_short(const Tensor& x, int64_t classes) {
+  return classes == x.size(1) && classes > 0 && classes <= kShortRow;
+}
+
+template <class Program>
+void run_short_rows(const Context& context, const Program& program) {
+  const int64_t together = program.rows_together();
+  rowwise(context, (program.rows + together - 1) / together, together * program.classes, program);
+}
+#endif
+
 Tensor forward(const Tensor& x, const Tensor& targets, int64_t classes, double alpha, double gamma,
                double smoothing) {
   const char* op = "focal_loss_forward";
@@ -63,9 +78,14 @@ Tensor forward(const Tensor& x, const Tensor& targets, int64_t classes, double a
   Tensor losses = empty(x, {x.size(0)}, statistics_dtype(x));
   Context context(x);
   dispatch_gamma(op, x, gamma, [&]<class S, bool kSquared>() {
-    rowwise(context, x.size(0), x.size(1),
-            FocalLossForward<S, kSquared>{loss_of<S, kSquared>(x, target, numbers),
-                                          data<compute_t<S>>(losses, "losses")});
+    const auto loss = loss_of<S, kSquared>(x, target, numbers);
+    auto* result = data<compute_t<S>>(losses, "losses");
+#if defined(APEX_CPU)
+    if (are_short(x, classes)) {
+      return run_short_rows(context, ShortRowsForward<S, kSquared>{{loss, x.size(0)}, result});
+    }
+#endif
+    rowwise(context, x.size(0), x.size(1), FocalLossForward<S, kSquared>{loss, result});
   });
   return losses;
 }
@@ -76,15 +96,32 @@ Tensor backward(const Tensor& grad_losses_of_any_layout, const Tensor& x, const 
   const Numbers numbers{classes, alpha, gamma, smoothing};
   const int64_t* target = targets_of(op, x, targets, numbers);
   check_tensors(op, {{"grad_losses", grad_losses_of_any_layout}});
-  Tensor grad_losses = as_contiguous(grad_losses_of_any_layout);  // often one number, expanded
-  check_like(op, "grad_losses", grad_losses, x.size(0), statistics_dtype(x), x);
+#if defined(APEX_CPU)
+  const bool is_read_in_place = grad_losses_of_any_layout.dim() == 1;  // often one number, expanded
+#else
+  const bool is_read_in_place = false;
+#endif
+  Tensor grad_losses =
+      is_read_in_place ? grad_losses_of_any_layout : as_contiguous(grad_losses_of_any_layout);
+  const int64_t stride = is_read_in_place ? grad_losses.stride(0) : 1;
+  check(grad_losses.numel() == x.size(0) && grad_losses.scalar_type() == statistics_dtype(x) &&
+            grad_losses.is_cpu() == x.is_cpu() &&
+            grad_losses.get_device_index() == x.get_device_index(),
+        op, ": grad_losses must have ", x.size(0), " elements of ", dtype_name(statistics_dtype(x)),
+        " on the device of x; got ", describe(grad_losses), ", x is ", describe(x), ".");
   Tensor grad_x = empty_like(x, x.scalar_type());
   Context context(x);
   dispatch_gamma(op, x, gamma, [&]<class S, bool kSquared>() {
-    rowwise(context, x.size(0), x.size(1),
-            FocalLossBackward<S, kSquared>{loss_of<S, kSquared>(x, target, numbers),
-                                           data<compute_t<S>>(grad_losses, "grad_losses"),
-                                           data<S>(grad_x, "grad_x")});
+    const auto loss = loss_of<S, kSquared>(x, target, numbers);
+    const Strided<compute_t<S>> grads{data<compute_t<S>>(grad_losses, "grad_losses"), stride};
+    S* result = data<S>(grad_x, "grad_x");
+#if defined(APEX_CPU)
+    if (are_short(x, classes)) {
+      return run_short_rows(context,
+                            ShortRowsBackward<S, kSquared>{{loss, x.size(0)}, grads, result});
+    }
+#endif
+    rowwise(context, x.size(0), x.size(1), FocalLossBackward<S, kSquared>{loss, grads, result});
   });
   return grad_x;
 }

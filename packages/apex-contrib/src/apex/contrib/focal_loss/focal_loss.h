@@ -32,8 +32,7 @@ struct FocalTerm {
   APEX_HD Parts parts(T z) const {
     const T magnitude = z < T(0) ? -z : z;
     const T e = exponential_no_overflow(-magnitude);
-    const T share = T(1) / (T(1) + e);
-    const T log = log1p_of_unit(e);
+    const auto [log, share] = log1p_and_inverse(e);
     const T softplus = (z < T(0) ? -z : T(0)) + log;  // of -z
     const T hits = z < T(0) ? e * share : share, misses = z < T(0) ? share : e * share;
     T power = misses * misses;
@@ -97,13 +96,22 @@ struct FocalLossForward : FocalLoss<S, kSquared> {
   }
 };
 
+// A vector whose elements lie `stride` apart.
+template <class T>
+struct Strided {
+  const T* data;
+  int64_t stride;
+
+  APEX_HD T operator[](int64_t index) const { return data[index * stride]; }
+};
+
 template <class S, bool kSquared>
 struct FocalLossBackward : FocalLoss<S, kSquared> {
   using Base = FocalLoss<S, kSquared>;
   using T = typename Base::T;
 
-  const T* grad_losses;  // [rows]
-  S* grad_x;             // [rows, columns]
+  Strided<T> grad_losses;  // [rows]
+  S* grad_x;               // [rows, columns]
 
   template <class R>
   APEX_HD void row(R& row) const {

@@ -29,7 +29,9 @@ Picks picks_of(const char* op, const Tensor& in1, const Tensor& in2, const Tenso
         ".");
   picks.idx1 = data<int64_t>(idx1, "idx1");
 #if defined(APEX_CPU)
-  for (int64_t row = 0; row < picks.rows; ++row) {
+  bool all = true;  // asked by vectors first
+  for (int64_t row = 0; row < picks.rows; ++row) all &= picks(row) >= 0;
+  for (int64_t row = 0; !all; ++row) {
     if (picks(row) >= 0) continue;
     fail(op, ": idx1[", row, "] is ", picks.idx1[row], ", but in1 has ", picks.in1_rows,
          " rows: expected ", -picks.in1_rows, " to ", picks.in1_rows - 1, ".");

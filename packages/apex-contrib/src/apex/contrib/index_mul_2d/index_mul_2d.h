@@ -27,8 +27,8 @@ struct Picks {
   // The row of in1 for this row, and for one that is read later.
   template <class R>
   APEX_HD Array<int64_t, 2> of(const R& row) const {
-    if constexpr (requires { row.segment(); }) {  // sorted by it
-      return {{row.segment(), row.segment()}};
+    if constexpr (requires { row.segment(); }) {
+      return {{row.segment(), row.later_segment()}};
     } else {
       int64_t later = row.index() + ahead;
       return {{(*this)(row.index()), (*this)(later < rows ? later : rows - 1)}};

@@ -12,6 +12,9 @@
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
 #include "apex/torch/like.h"
+#if defined(APEX_CPU)
+#include "apex/engine/cell_sums_cpu.h"
+#endif
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -110,13 +113,18 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dh_of_any_layout, const Tensor
   dispatch_floating(op, f.scalar_type(), [&]<class S>() {
     TransducerJointBackward<S> program{data<S>(dh, "dh"), relu ? data<S>(h, "h") : nullptr, mask,
                                        data<S>(df, "df"), static_cast<compute_t<S>>(scale)};
+    TransducerJointBackward<S> of_labels = program;
+    of_labels.gradient = data<S>(dg, "dg");
+#if defined(APEX_CPU)
+    cell_sums(context, cells, columns, program, of_labels);
+#else
     segment_sum(context,
                 group_rows(context, cells.rows, cells.batch * cells.frames, FrameOfRow{cells}),
                 columns, program);
-    program.gradient = data<S>(dg, "dg");
     segment_sum(context,
                 group_rows(context, cells.rows, cells.batch * cells.width, LabelOfRow{cells}),
-                columns, program);
+                columns, of_labels);
+#endif
   });
   return {df, dg};
 }
