@@ -1,10 +1,11 @@
 // Focal loss of short rows on the CPU: rows follow each other in memory, and several of them are
 // one loop, for which no row ends. A row of 9 columns by itself costs as much as one of 64.
+// focal_loss.cpp includes the engine, whose vectors the sums are made of, before this file.
 #pragma once
 
 #include <algorithm>
 
-#include "apex/engine/rowwise.h"
+#include "apex/core/pack.h"
 #include "focal_loss.h"
 
 namespace apex::contrib {
