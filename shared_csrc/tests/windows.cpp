@@ -60,7 +60,7 @@ void test_window(const Threads& context, int64_t columns, int64_t begin, int64_t
   }
 }
 
-// Run r of a row: y[r] = x[r] * scale + r's own number, in columns [begin, end).
+// y = x * scale in columns [begin, end) of every run of a row; runs have gaps between them.
 template <class S, class W>
 struct ScaleRuns {
   using value_type = compute_t<S>;
