@@ -56,7 +56,7 @@ def main() -> int:
         return 1
     config = folder / "mkdocs.yml"
     write_config(config, pages, sources, site)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(config)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)]
     return subprocess.run(command, check=False).returncode
 
 

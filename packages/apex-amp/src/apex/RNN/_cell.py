@@ -30,9 +30,9 @@ class RNNCell(nn.Module):
         output_size: features of the output; if that is not ``hidden_size``, the first state is
             multiplied by a matrix after every step. Default: ``hidden_size``.
 
-    Parameters:
-        w_ih ``[gate_multiplier * H, input_size]``, w_hh ``[gate_multiplier * H, output_size]``,
-        w_ho ``[output_size, H]`` (if the two differ), b_ih, b_hh ``[gate_multiplier * H]`` or None.
+    Its parameters are w_ih ``[gate_multiplier * H, input_size]``, w_hh ``[gate_multiplier * H,
+    output_size]``, w_ho ``[output_size, H]`` (if the two differ), b_ih and b_hh
+    ``[gate_multiplier * H]`` or None.
 
     Raises:
         ValueError: a size is not positive.

@@ -100,14 +100,14 @@ def initialize(
         ``models``, or ``(models, optimizers)`` if there are optimizers; each is a list if it was
         given as a list.
 
+    A call that raises changes nothing.
+
     Raises:
         TypeError: an argument is of the wrong type.
         RuntimeError: unknown ``opt_level``, an option that does not go with it, a model that is
             wrapped for data parallelism or not in float32, an optimizer that was initialized
             before, two with master weights that share a parameter, or cuDNN is switched off.
         ValueError: a loss scale or ``num_losses`` out of range.
-
-        A call that raises changes nothing.
 
     Source:
         Micikevicius et al., *Mixed Precision Training*, ICLR 2018.

@@ -44,11 +44,11 @@ class FP16_Optimizer:
             parameters of the model, their masters, and float32 parameters.
         all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: the same, flat.
 
+    A call that raises changes nothing.
+
     Raises:
         TypeError: ``init_optimizer`` is not an optimizer, or a parameter has another dtype.
         ValueError: a loss scale or one of ``dynamic_loss_args`` is out of range.
-
-        A call that raises changes nothing.
     """
 
     def __init__(

@@ -18,12 +18,14 @@ def _plain(_: None, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def dense_forward(_: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """The output ``[..., out]`` of input ``[..., in]``, weight ``[out, in]`` and bias or None."""
     return (F.linear(x, weight, bias),)
 
 
 def dense_backward(
     _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
+    """Gradients of input, weight and bias where ``needs`` says so; ``saved`` is the first two."""
     return linear_gradients(needs, as_matrix(dy), saved[0], saved[1])
 
 
