@@ -170,12 +170,11 @@ class Row {
   }
 
   template <class F, class... Views>
-  APEX_DEVICE void each_of(int64_t count, const F& functor, const Views&... views) const {
-    auto of_run = [](auto view, int64_t run) {
-      view.data += run * view.next_row;
-      return view;
-    };
-    for (int64_t run = 0; run < count; ++run) each(functor, of_run(views, run)...);
+  APEX_DEVICE void each_of(int64_t count, const F& functor, Views... views) const {
+    for (int64_t run = 0; run < count; ++run) {
+      each(functor, views...);
+      ((views.data += views.next_row), ...);
+    }
   }
 
   // By the thread that had this column in `each`, so that no barrier is needed between them.

@@ -257,10 +257,11 @@ class SumsInOrder {
         row_(rows, columns, nullptr),
         result_(count, columns, nullptr) {}
 
-  // Numbers from one segment's first sum to the next one's: the last group of lanes writes behind
-  // the last column.
+  // Numbers from one segment's first sum to the next one's: the last lanes, of two groups where they
+  // are paired, write behind the last column.
   static int64_t distance(int64_t columns) {
-    return (N - 1) * sums_stride(columns) + round_to_groups(static_cast<int>(columns));
+    constexpr int64_t kLanes = 2 * kGroup;
+    return (N - 1) * sums_stride(columns) + (columns + kLanes - 1) / kLanes * kLanes;
   }
 
   // Takes the rows of segments [begin, end), and with_rest those of none.

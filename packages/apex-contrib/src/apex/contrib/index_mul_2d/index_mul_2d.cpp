@@ -31,7 +31,7 @@ Picks picks_of(const char* op, const Tensor& in1, const Tensor& in2, const Tenso
 #if defined(APEX_CPU)
   bool all = true;  // asked by vectors first
   for (int64_t row = 0; row < picks.rows; ++row) all &= picks(row) >= 0;
-  for (int64_t row = 0; !all; ++row) {
+  for (int64_t row = 0; row < (all ? 0 : picks.rows); ++row) {
     if (picks(row) >= 0) continue;
     fail(op, ": idx1[", row, "] is ", picks.idx1[row], ", but in1 has ", picks.in1_rows,
          " rows: expected ", -picks.in1_rows, " to ", picks.in1_rows - 1, ".");

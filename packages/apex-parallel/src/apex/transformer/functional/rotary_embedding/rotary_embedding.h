@@ -69,18 +69,29 @@ struct RotaryEmbedding {
     const int64_t place = table.of(token);
     const bool is_known = place >= 0 && place < table.rows;
     const int64_t offset = (is_known ? place : 0) * width;
-    rotate(row.within(0, width / 2), from + begin, to + begin, offset, is_known);
-    if (begin + width < end) {
-      const auto rest = row.within(begin + width, end);
-      rest.each_of(
-          heads_in_row, [](value_type& y, value_type x) { y = x; }, rest.to(to, y_strides.head),
-          rest.from(from, x_strides.head));
+    const auto pairs = row.within(0, width / 2);
+    const auto rest = row.within(begin + width, end);
+#if defined(APEX_CPU)
+    const int64_t heads = heads_in_row;
+#else
+    constexpr int64_t heads = 1;  // the strides of several take more registers than there are
+#endif
+    for (int64_t done = 0; done < heads_in_row; done += heads) {
+      rotate(heads, pairs, from + begin, to + begin, offset, is_known);
+      if (begin + width < end) {
+        rest.each_of(
+            heads, [](value_type& y, value_type x) { y = x; }, rest.to(to, y_strides.head),
+            rest.from(from, x_strides.head));
+      }
+      from += heads * x_strides.head;
+      to += heads * y_strides.head;
     }
   }
 
  private:
   template <class R>
-  APEX_HD void rotate(const R& pairs, const S* from, S* to, int64_t offset, bool is_known) const {
+  APEX_HD void rotate(int64_t heads, const R& pairs, const S* from, S* to, int64_t offset,
+                      bool is_known) const {
     using T = value_type;
     const int64_t half = width / 2;
     const C *c = cos + offset, *s = sin + offset;
@@ -90,7 +101,7 @@ struct RotaryEmbedding {
     const T sign = !is_known ? std::numeric_limits<T>::quiet_NaN() : inverse ? T(-1) : T(1);
     const int64_t from_next = x_strides.head, to_next = y_strides.head;
     pairs.each_of(
-        heads_in_row,
+        heads,
         [sign](T& y1, T& y2, T x1, T x2, T c1, T c2, T s1, T s2) {
           y1 = x1 * c1 - sign * s1 * x2;
           y2 = x2 * c2 + sign * s2 * x1;
