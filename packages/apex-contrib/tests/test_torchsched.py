@@ -213,7 +213,10 @@ def test_options_of_torch_compile(simulated):
             compiled(x)
     with pytest.raises(Exception, match="Unexpected optimization option none"):
         torch.compile(model, backend="torchsched", options={"none": 1})(x)
-    with config.patch(num_streams=0), pytest.raises(Exception, match="must be an integer and at least 1, got 0"):
+    with (
+        config.patch(num_streams=0),
+        pytest.raises(Exception, match="must be an integer and at least 1, got 0"),
+    ):
         torch.compile(model, backend="torchsched")(x)
 
 
