@@ -123,7 +123,7 @@ def markdown(records: list[dict]) -> str:
         peers = ", ".join(_peer(r) for r in rows if r["contestant"] != "apex")
         fraction = f"{ours['copy_fraction']:.0%}" if ours and ours["copy_fraction"] else ""
         time_us = f"{ours['median_us']:.1f}" if ours else ""
-        time_us += " !" if any(r["is_noisy"] for r in rows) else ""
+        time_us += " !" if any(r.get("is_noisy") for r in rows) else ""
         lines.append(f"| {op} | {case} | {time_us} | {fraction} | {peers} |")
     return "\n".join(lines)
 
