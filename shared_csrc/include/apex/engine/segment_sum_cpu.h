@@ -257,8 +257,8 @@ class SumsInOrder {
         row_(rows, columns, nullptr),
         result_(count, columns, nullptr) {}
 
-  // Numbers from one segment's first sum to the next one's: the last lanes, of two groups where they
-  // are paired, write behind the last column.
+  // Numbers from one segment's first sum to the next one's: the last lanes, of two groups where
+  // they are paired, write behind the last column.
   static int64_t distance(int64_t columns) {
     constexpr int64_t kLanes = 2 * kGroup;
     return (N - 1) * sums_stride(columns) + (columns + kLanes - 1) / kLanes * kLanes;
