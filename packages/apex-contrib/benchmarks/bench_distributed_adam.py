@@ -14,13 +14,8 @@ commands ip and tc; where they are missing it says so and ends.
 """
 
 import multiprocessing
-import os
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -34,15 +29,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
-from apex_testkit.bench import compare, record_samples
-from apex_testkit.load import Load, LoadMeter
+from apex_testkit.bench import compare
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
-from ci.hosts.network import Network, what_is_missing
+from ci.hosts import exposed
 
 WORLD = 2
 RATES = {"1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
-NETWORK_ROUNDS = 6  # the first one warms up
 CAP_MB = 8  # of our buckets
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 # Options, and the dtype of the parameters whose state's bytes are printed.
@@ -135,7 +128,7 @@ def contestants(name):
     add("torch_ddp", DistributedDataParallel, fused)
     add("torch_zero", DistributedDataParallel, zero)
     add("torch_fsdp2", sharded, fused)
-    add("alone", plain, fused)
+    add(exposed.ALONE, plain, fused)
     return steps, optimizers
 
 
@@ -192,7 +185,7 @@ def work(rank, connection, init_file):
             steps[name]()
 
         if rank == 0:
-            calls = {name: partial(together, name) for name in steps if name != "alone"}
+            calls = {name: partial(together, name) for name in steps if name != exposed.ALONE}
             compare("distributed_adam", f"{model}, {WORLD} ranks", **calls)
             connection.send(None)
         else:
@@ -219,67 +212,15 @@ def two_processes():
             follower.kill()
 
 
-def work_on_host(rank, case, address):
-    """One rank's part in a namespace; rank 0 reports what is exposed."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    where, limit = f"tcp://{address}:29579", timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=WORLD, timeout=limit)
-    model = next(iter(MODELS))
-    steps, _ = contestants(model)
-    samples = {name: [] for name in steps}
-    names, meter, began, own = list(steps), LoadMeter(), time.perf_counter(), time.process_time()
-    for run in range(NETWORK_ROUNDS):
-        shift = run % len(names)
-        for name in names[shift:] + names[:shift]:
-            steps[name]()  # not timed: it finds nothing under way, which a step may leave behind
-            dist.barrier()
-            for _ in range(2):
-                start = time.perf_counter()
-                steps[name]()
-                if run:
-                    samples[name].append((time.perf_counter() - start) * 1e6)
-    elapsed = time.perf_counter() - began
-    peer = torch.tensor((time.process_time() - own) / elapsed)  # cores of rank 1
-    dist.broadcast(peer, 1)
-    if rank == 0:
-        load = meter.read()
-        if load.others is not None:
-            load = Load(max(0.0, load.others - peer.item()), load.steal)
-        alone = statistics.median(samples.pop("alone"))
-        exposed = {name: [max(t - alone, 1.0) for t in times] for name, times in samples.items()}
-        title = f"{model}, {case}, exposed beyond {alone / 1e3:.0f} ms"
-        record_samples("distributed_adam", title, exposed, load)
-    dist.destroy_process_group()
-
-
-def two_hosts():
-    """What is exposed at limited rates."""
-    missing = what_is_missing() or (not shutil.which("tc") and "the command `tc` was not found")
-    if missing:
-        print(f"distributed_adam: no limited rates: {missing}")
-        return
-    with Network(WORLD) as network:
-        for case, rate in RATES.items():
-            ranks = []
-            for host in network.hosts:
-                network.limit(host, rate)
-                program = [sys.executable, __file__, str(host - 1), case, network.address(1)]
-                line = ["ip", "netns", "exec", network.name(host), *program]
-                environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0"}
-                ranks.append(subprocess.Popen(line, env=environment))
-            try:
-                codes = [process.wait(timeout=600) for process in ranks]
-            finally:
-                for process in ranks:
-                    process.kill()
-            if any(codes):
-                sys.exit(f"distributed_adam: a rank failed at {case}: {codes}")
+def steps_of_first_model():
+    return contestants(next(iter(MODELS)))[0]
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        work_on_host(int(sys.argv[1]), *sys.argv[2:])
+        rank, case, address = sys.argv[1:]
+        title = f"{next(iter(MODELS))}, {case}"
+        exposed.measure("distributed_adam", int(rank), title, address, steps_of_first_model)
     else:
         two_processes()
-        two_hosts()
+        exposed.run_program("distributed_adam", __file__, RATES)
