@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
-from .gradients import plain_gradients
+from .gradients import plain_gradients, quick_apply
 from .operands import is_autocast, is_dtensor
 from .transforms import differentiated_again, kernels_serve
 
@@ -41,10 +41,7 @@ class Composed:
         reference: Callable[..., Tensor],
     ) -> None:
         self.forward, self.reference = forward, reference
-        function = _function_of(name, forward, backward, reference)
-        self._apply_compiled = function.apply
-        # Of a small layer's call, apply()'s own questions take a sixth: they are answered below.
-        self._apply = super(Function, function).apply
+        self._apply = quick_apply(_function_of(name, forward, backward, reference))
 
     def __call__(self, option: Any, *tensors: Tensor | None) -> Tensor:
         """Return the output."""
@@ -65,9 +62,7 @@ class Composed:
         if not has_kernels:
             return self.reference(option, *tensors)
         if has_grad and torch.is_grad_enabled():
-            if torch.compiler.is_compiling():
-                return self._apply_compiled(option, *tensors)
-            return self._apply(option, *[t if t is None else unwrap_if_dead(t) for t in tensors])
+            return self._apply(option, *tensors)
         return self.forward(option, *tensors)[0]
 
 

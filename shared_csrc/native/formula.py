@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from .batching import register_vmap
-from .gradients import function_of, plain_gradients, question_of, refusing
+from .gradients import function_of, plain_gradients, question_of, quick_apply, refusing
 from .operands import is_dtensor
 from .transforms import kernels_serve
 
@@ -74,7 +73,7 @@ class Formula:
         self.grads = [names.index(grad) for grad in grads]
         self.rows = {names.index(row): dims for row, dims in rows.items()}
         self.shared = [names.index(tensor) for tensor in shared]
-        self._set_function(plain_backward)
+        self._apply = quick_apply(function_of(self, plain_backward))
         register_vmap(forward, self.rows)
         register_vmap(backward, self._rows_of_backward())
 
@@ -89,7 +88,7 @@ class Formula:
         """
         formula = copy.copy(self)
         formula.saves, formula.backward, formula.plain_backward = saves, backward, plain_backward
-        formula._set_function(refusing(self.name, backward))
+        formula._apply = quick_apply(function_of(formula, refusing(self.name, backward)))
         register_vmap(backward, formula._rows_of_backward())
         return formula
 
@@ -104,8 +103,6 @@ class Formula:
         if torch.is_grad_enabled():
             for i in self.grads:
                 if arguments[i] is not None and arguments[i].requires_grad:
-                    if torch.compiler.is_compiling():
-                        return self._function.apply(*arguments)
                     return self._apply(*arguments)
         return self.of_user(self.forward(*arguments))
 
@@ -138,12 +135,6 @@ class Formula:
             return results[0] if len(results) == 1 else results
 
         return {self.forward: self.reference, self.backward: backward}
-
-    def _set_function(self, again: Callable[..., Any] | None) -> None:
-        self._function = function_of(self, again)
-        # What Function.apply() calls in the end, once it knows that no transform of torch.func is
-        # around: kernels_serve() has asked that. That takes 2 us of 12 from each forward.
-        self._apply = super(Function, self._function).apply
 
     def _rows_of_backward(self) -> dict[int, int | None]:
         """Samples are more rows, except where each sample needs its own sum over its rows."""

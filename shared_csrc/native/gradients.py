@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 
 from .transforms import differentiated_again
@@ -59,6 +60,21 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
 
     statics = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(formula.name, (Function,), statics)
+
+
+def quick_apply(function: type[Function]) -> Callable[..., Any]:
+    """``function.apply`` for callers who know that no transform of torch.func is around.
+
+    apply() asks that itself, which takes 2 us of 12 from a forward.
+    """
+    apply_compiled, apply = function.apply, super(Function, function).apply
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return apply_compiled(*arguments)
+        return apply(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in arguments])
+
+    return call
 
 
 def _places(formula: Any, keeps_all: bool) -> tuple[list[int] | None, list[int], list[int]]:

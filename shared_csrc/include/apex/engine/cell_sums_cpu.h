@@ -4,9 +4,6 @@
 
 #include <algorithm>
 
-#include "apex/core/cells.h"
-#include "apex/engine/segment_sum.h"
-
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
@@ -18,8 +15,6 @@ inline constexpr int64_t kTileFrames = 16;
 // operands they fill half of a first-level cache.
 inline constexpr int64_t kTileElements = 4096;
 
-// Both are programs as of segment_sum(), with one sum a column: segments of one are the frames
-// [batch, frames], of the other the labels [batch, width].
 template <SegmentProgram Program>
 class CellSums {
  public:
@@ -72,8 +67,11 @@ class CellSums {
     return std::max<int64_t>(1, kRowwiseGrain / std::max<int64_t>(elements, 1));
   }
 
-  // Without frames if its lengths do not fit.
-  Cells::Sample sample(int64_t b) const { return cells_.sample(b); }
+  // Without cells if they are not all inside the rows.
+  Cells::Sample sample(int64_t b) const {
+    const Cells::Sample s = cells_.sample(b);
+    return s.is_valid ? s : Cells::Sample{};
+  }
 
   void add(Sums& sums, int64_t index, T* target) const {
     sums.row.move_to(index);

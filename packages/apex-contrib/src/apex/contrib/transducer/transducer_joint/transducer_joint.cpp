@@ -6,15 +6,12 @@
 #include <tuple>
 #include <vector>
 
+#include "apex/engine/cell_sums.h"
 #include "apex/engine/rowwise.h"
-#include "apex/engine/segment_sum.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
 #include "apex/torch/like.h"
-#if defined(APEX_CPU)
-#include "apex/engine/cell_sums_cpu.h"
-#endif
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -115,16 +112,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dh_of_any_layout, const Tensor
                                        data<S>(df, "df"), static_cast<compute_t<S>>(scale)};
     TransducerJointBackward<S> of_labels = program;
     of_labels.gradient = data<S>(dg, "dg");
-#if defined(APEX_CPU)
     cell_sums(context, cells, columns, program, of_labels);
-#else
-    segment_sum(context,
-                group_rows(context, cells.rows, cells.batch * cells.frames, FrameOfRow{cells}),
-                columns, program);
-    segment_sum(context,
-                group_rows(context, cells.rows, cells.batch * cells.width, LabelOfRow{cells}),
-                columns, of_labels);
-#endif
   });
   return {df, dg};
 }

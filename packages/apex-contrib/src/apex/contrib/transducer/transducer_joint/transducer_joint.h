@@ -83,22 +83,5 @@ struct TransducerJointBackward {
   }
 };
 
-// Which row of f's or g's gradient a row of cells is added to.
-struct FrameOfRow {
-  Cells cells;
-  APEX_HD int64_t operator()(int64_t row) const {
-    const Cells::Cell cell = cells.cell(row);
-    return cell.is_inside ? cell.batch * cells.frames + cell.t : -1;
-  }
-};
-
-struct LabelOfRow {
-  Cells cells;
-  APEX_HD int64_t operator()(int64_t row) const {
-    const Cells::Cell cell = cells.cell(row);
-    return cell.is_inside ? cell.batch * cells.width + cell.u : -1;
-  }
-};
-
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::contrib
