@@ -198,8 +198,14 @@ class Row {
   // each() for `count` runs of these columns: from one to the next, a view goes on by the `next` of
   // from() and to(), and what shared() gave stays.
   template <class F, class... Views>
-  void each_of(int64_t count, const F& functor, const Views&... views) const {
-    each_of_runs<T>(columns_, count, functor, views...);
+  void each_of(int64_t count, const F& functor, Views... views) const {
+    if (kWholePacksByGroups || columns_ < kPack) {
+      return each_of_runs<T>(columns_, count, functor, views...);
+    }
+    for (int64_t run = 0; run < count; ++run) {
+      each(functor, views...);
+      ((views.data += views.next_row), ...);
+    }
   }
 
   // A reduction of one's own: functor(Array<T, N>& state, values...) adds a column to a state,
