@@ -1,22 +1,27 @@
 """Train a ResNet-18 on handwritten digits, prune it to two of four weights, and train it on.
 
 Needs no data and no GPU. It ends in a table, and fails if the pruned network is less accurate than
-the dense one by more than a point, or if masks change when training is saved and resumed.
+the dense one by more than a point, or if masks change when training is saved and resumed, by one
+process or by two.
 """
 
 import argparse
 import json
 import math
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
 from apex.contrib.sparsity import ASP
@@ -26,6 +31,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INK = 16  # the scans' darkest level; 0 is paper
 IMAGE_SIZE = 32  # pixels
 BATCH_SIZE = 64
+PROCESSES = 2  # that resume together
 LARGEST_SHIFT = 2  # pixels, of an image that is trained on
 LARGEST_ACCURACY_LOSS = 1.0  # percentage points
 
@@ -62,8 +68,11 @@ class Training:
         self.optimizer = torch.optim.SGD(network.parameters(), **options)
 
     def run(self, data: tuple[Tensor, Tensor], until: int) -> None:
-        """Train up to the end of epoch ``until``."""
+        """Train up to the end of epoch ``until``; processes divide each batch."""
         images, targets = data
+        rank, processes = 0, 1
+        if distributed.is_initialized():
+            rank, processes = distributed.get_rank(), distributed.get_world_size()
         self.network.train()
         while self.epoch < until:
             random = torch.Generator().manual_seed(1000 * self.seed + self.epoch)
@@ -71,9 +80,10 @@ class Training:
             for number, batch in enumerate(batches):
                 self.set_lr(self.epoch + number / len(batches))
                 shift = torch.randint(-LARGEST_SHIFT, LARGEST_SHIFT + 1, (2,), generator=random)
-                shifted = images[batch].roll(shift.tolist(), (2, 3))
+                share = batch[rank::processes]
+                shifted = images[share].roll(shift.tolist(), (2, 3))
                 self.optimizer.zero_grad()
-                F.cross_entropy(self.network(shifted), targets[batch]).backward()
+                F.cross_entropy(self.network(shifted), targets[share]).backward()
                 self.optimizer.step()
             self.epoch += 1
 
@@ -151,20 +161,52 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def resume(args: argparse.Namespace, train: tuple[Tensor, Tensor], checkpoint: Path) -> nn.Module:
-    """What a new process would do: build, initialize, load, and train to the end."""
+def build(args: argparse.Namespace) -> Training:
+    """What a new process begins with: a network with masks to load, and its optimizer."""
     ASP.reset()
     network = resnet18(num_classes=10).to(DEVICE)
-    resumed = Training(network, args.lr, args.finetune_epochs, args.seed + 1)
     ASP.init_model_for_pruning(network, verbosity=0)
-    resumed.load(checkpoint)
+    return Training(network, args.lr, args.finetune_epochs, args.seed + 1)
+
+
+def resume(
+    args: argparse.Namespace,
+    train: tuple[Tensor, Tensor],
+    wrap: Callable[[nn.Module], nn.Module] = lambda network: network,
+) -> nn.Module:
+    """What a new process would do: build, load, and train to the end."""
+    resumed = build(args)
+    network = resumed.network
+    resumed.load(args.output / "checkpoint.pt")
     ASP.init_optimizer_for_pruning(resumed.optimizer)
+    resumed.network = wrap(network)
     resumed.run(train, args.finetune_epochs)
     return network
 
 
+def resume_distributed(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
+    """Resume as one of several processes; save the network that all of them end with."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))
+    distributed.init_process_group(
+        "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=timedelta(minutes=2),
+    )
+    network = resume(args, load_data()[0], DistributedDataParallel)
+    mine = nn.utils.parameters_to_vector(network.parameters()).detach()
+    first = mine.clone()
+    distributed.broadcast(first, 0)
+    if not torch.equal(mine, first):
+        raise RuntimeError(f"the weights of process {rank} differ from those of process 0")
+    if rank == 0:
+        torch.save(network.state_dict(), args.output / "distributed.pt")
+    distributed.destroy_process_group()
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Train, prune, train on, and do the second half of that once more from a checkpoint."""
+    """Train, prune, train on; do the second half of that again from a checkpoint, in two ways."""
     train, val = load_data()
     torch.manual_seed(args.seed)
     network = resnet18(num_classes=10).to(DEVICE)
@@ -185,11 +227,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     pruned.run(train, args.finetune_epochs)
     record["finetuned_top1"] = accuracy(network, val)
 
-    resumed = resume(args, train, args.output / "checkpoint.pt")
+    resumed = resume(args, train)
     record["resumed_top1"] = accuracy(resumed, val)
     both = zip(network.parameters(), resumed.parameters(), strict=True)
     record["resumed_is_equal"] = all(torch.equal(a, b) for a, b in both)
-    record["wrong_masks"] = wrong_masks(network, expected) + wrong_masks(resumed, expected)
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (args, Path(folder, "rendezvous").as_uri())
+        multiprocessing.spawn(resume_distributed, arguments, PROCESSES)
+    divided = build(args).network
+    divided.load_state_dict(torch.load(args.output / "distributed.pt", map_location=DEVICE))
+    record["distributed_top1"] = accuracy(divided, val)
+    networks = (network, resumed, divided)
+    record["wrong_masks"] = [name for n in networks for name in wrong_masks(n, expected)]
     return record
 
 
@@ -204,7 +254,8 @@ def main() -> None:
         print(f"{name:<18}{shown:>10}")
     if record["wrong_masks"]:
         sys.exit(f"train.py: masks do not hold: {', '.join(record['wrong_masks'])}")
-    loss = record["dense_top1"] - min(record["finetuned_top1"], record["resumed_top1"])
+    ends = (record[f"{name}_top1"] for name in ("finetuned", "resumed", "distributed"))
+    loss = record["dense_top1"] - min(ends)
     if loss > LARGEST_ACCURACY_LOSS:
         sys.exit(f"train.py: {loss:.2f} points lost, allowed are {LARGEST_ACCURACY_LOSS}.")
 
