@@ -9,18 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DENSE = (torch.strided, torch.jagged)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_floating(name: str, argument: str, tensor: Tensor) -> None:
-    """Raise TypeError unless a tensor has one of ``FLOATS``; ``name`` is the function's."""
-    if type(tensor) is Tensor and tensor.dtype in FLOATS:
+    """Raise unless a tensor is dense and has one of ``FLOATS``; ``name`` is the function's."""
+    is_dense = isinstance(tensor, Tensor) and tensor.layout in DENSE
+    if is_dense and tensor.dtype in FLOATS:
         return
     if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(
             f"{name}: {argument} must be a float64, float32, float16 or bfloat16 tensor, got {got}."
         )
+    raise NotImplementedError(
+        f"{name}: {argument} is of layout {tensor.layout}; kernels take dense tensors. Use "
+        f"{argument}.to_dense()."
+    )
 
 
 def exact(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -181,6 +181,15 @@ def test_refusals(error, text, arguments):
         fused_layer_norm_affine(*arguments)
 
 
+@pytest.mark.parametrize(
+    "module", [FusedLayerNorm(6), FusedRMSNorm(6)], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("to", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_tensors_that_are_not_dense_are_refused(module, to):
+    with pytest.raises(NotImplementedError, match=r"input is of layout .*Use input.to_dense\(\)"):
+        module(getattr(X.float(), to)())
+
+
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)
     with pytest.raises(TypeError, match=r"input must not be a nested tensor. .* values\(\)"):

@@ -159,7 +159,9 @@ def rms_eps(x: Any, eps: float | None) -> float:
 
 def _is_usual(x: Any, weight: Any, bias: Any, shape: tuple[int, ...]) -> bool:
     """Whether all are plain tensors of one dtype and device: saves nearly all of the checks."""
-    if type(x) is not Tensor or type(weight) is not nn.Parameter or x.is_nested:
+    if type(x) is not Tensor or type(weight) is not nn.Parameter:
+        return False
+    if x.is_nested or x.layout is not torch.strided:
         return False
     dtype, device, size = x.dtype, x.device, weight.shape
     if size != shape or x.shape[-len(shape) :] != size or dtype not in FLOATS:
