@@ -1,4 +1,4 @@
-"""Operators that write to their arguments: how autograd learns of it.
+"""Operators that write to their arguments: how autograd learns of it, and compilers do not.
 
 torch's own in-place functions raise the version of the tensors that they write. The version shows a
 backward pass that a value which it saved has changed. They also refuse tensors whose gradient they
@@ -93,3 +93,13 @@ def _refuse_gradients(overload: Any, written: list[tuple[str, Tensor]]) -> None:
                 "which writes to it, has no formula for one. Call it under torch.no_grad(), or "
                 "give it detached tensors."
             )
+
+
+def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Let torch.compile call ``step`` instead of looking into it, as it does torch's fused ones.
+
+    A step is one operator per bucket: there is nothing to fuse, and step counts would make it
+    compile anew at each. Not a decorator, because that would import the compiler with the package.
+    """
+    if not getattr(optimizer_class.step, "_torchdynamo_disable", False):
+        optimizer_class.step = torch.compiler.disable(optimizer_class.step)  # type: ignore[method-assign]

@@ -110,6 +110,24 @@ def test_unfreezing_and_new_groups(two_ranks):
     two_ranks(check_unfreezing)
 
 
+def check_compiled(rank, world):
+    """Compilers call a step instead of tracing it, wherever they meet it."""
+    torch.manual_seed(0)
+    models = [nn.Linear(5, 3) for _ in "ab"]
+    models[1].load_state_dict(models[0].state_dict())
+    eager, compiled = (DistributedFusedAdam(m.parameters(), **SMALL) for m in models)
+    steps = eager.step, torch.compile(lambda: compiled.step(), backend="eager")
+    for model, step in zip(models, steps, strict=True):
+        for _ in range(3):
+            model(torch.ones(2, 5)).square().sum().backward()
+            step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_steps_within_compiled_code(two_ranks):
+    two_ranks(check_compiled)
+
+
 def check_accumulation(rank, world, greedy, options):
     """Micro-batches under no_sync are one big batch."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
-from .._shared.native.writes import call_counted
+from .._shared.native.writes import call_counted, keep_from_tracing
 from ..optimizers.given_lists import Batches, match_layout
 from .adam_swa import adam_swa_step
 from .swa_lists import LISTS, MOMENTS, NAME, Row, check_lists, check_numbers, check_row, steps_of
@@ -138,6 +138,7 @@ class FusedAdamSWA(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
+        keep_from_tracing(type(self))
         super().__init__(params, defaults)
         lists = self._lists()
         check_lists(lists)

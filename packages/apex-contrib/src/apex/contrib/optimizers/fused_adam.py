@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.writes import call_counted
+from .._shared.native.writes import call_counted, keep_from_tracing
 from ..clip_grad.ops import clip_grad_total_norm
 from .given_lists import Batches, by_group, check_grad, check_output, fit_together, match_layout
 from .legacy_adam import scaled_adam_step
@@ -91,6 +91,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._use_multi_tensor = use_mt
         self._amp_scale_adjustment = amp_scale_adjustment
+        keep_from_tracing(type(self))
         super().__init__(params, defaults)
         for group in self.param_groups:
             _check_group(group)

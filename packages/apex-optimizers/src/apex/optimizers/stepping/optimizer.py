@@ -8,22 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._shared.native.writes import keep_from_tracing
 from .buckets import MASTER, Bucket, Outdated, StateLayout, state_dtype
 from .checkpoints import complete_groups, load_state, separate_steps
 from .checks import check_duplicates, check_numbers, check_params, require_kernels
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
 from .plan import BucketCache
 from .rounding import check_rounded, check_seed
-
-
-def keep_from_tracing(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Let torch.compile call ``step`` instead of looking into it, as it does torch's fused ones.
-
-    A step is one operator per bucket: there is nothing to fuse, and step counts would make it
-    compile anew at each. Not a decorator, because that would import the compiler with the package.
-    """
-    if not getattr(optimizer_class.step, "_torchdynamo_disable", False):
-        optimizer_class.step = torch.compiler.disable(optimizer_class.step)  # type: ignore[method-assign]
 
 
 def is_capturing(groups: list[dict[str, Any]]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._shared.native.writes import keep_from_tracing
 from ...clip_grad.ops import clip_grad_total_norm
 from .arguments import (
     NAME,
@@ -158,6 +159,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         check_options(given)
         self._shards: Shards | None = None
         names = ("lr", "bias_correction", "grad_averaging", "betas", "eps", "weight_decay")
+        keep_from_tracing(type(self))
         super().__init__(params, {name: given[name] for name in (*names, "max_grad_norm")})
         self._step_supports_amp_scaling = step_supports_amp_scaling
         self._options = given
