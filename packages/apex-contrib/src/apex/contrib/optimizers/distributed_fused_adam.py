@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._shared.native.writes import keep_from_tracing
 from .distributed import (
     arguments,
     buffers,
@@ -160,7 +159,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         given = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
         arguments.check_options(given)
         names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
-        keep_from_tracing(type(self))
         super().__init__(params, {name: given[name] for name in names})
         self.args_dict = given
         self.device = arguments.device_of(self.parameters(), device)

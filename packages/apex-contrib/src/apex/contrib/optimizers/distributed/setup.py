@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..._shared.native.writes import keep_from_tracing
 from . import layout
 from .arguments import NAME, check_group
 from .collectives import Groups, broadcast, check_alike
@@ -28,6 +29,7 @@ def prepare(optimizer: Any, given: dict[str, Any]) -> None:
     Args:
         given: the constructor's arguments.
     """
+    keep_from_tracing(type(optimizer))
     optimizer.args_dict = given
     for name in _KEPT:
         setattr(optimizer, name, given[name])
