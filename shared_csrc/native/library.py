@@ -17,6 +17,7 @@ import torch
 
 from .errors import BuildError
 from .mixtures import refusing_mixtures
+from .operands import not_dense
 from .writes import register_writes
 
 if TYPE_CHECKING:  # the builder is imported at the first call: imports would take twice the time
@@ -285,16 +286,9 @@ def _tensors(argument: Any) -> Iterator[torch.Tensor]:
 
 
 def _check_layouts(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Kernels read plain memory: name a tensor that has none, and say how to get one that has."""
+    """Kernels read plain memory: refuse a tensor that has none."""
     names = [argument.name for argument in overload._schema.arguments]
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         for tensor in _tensors(value):
-            if tensor.layout != torch.strided:
-                kind, remedy = f"of layout {tensor.layout}", f"Use {name}.to_dense()"
-            elif tensor.is_quantized:
-                kind, remedy = f"quantized ({tensor.dtype})", f"Use {name}.dequantize()"
-            else:
-                continue
-            raise NotImplementedError(
-                f"{overload.name()}: {name} is {kind}; kernels take dense tensors. {remedy}."
-            )
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise not_dense(overload.name(), name, tensor)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DENSE = (torch.strided, torch.jagged)
+DENSE = (torch.strided, torch.jagged)  # functions answer for nested tensors themselves
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -23,9 +23,16 @@ def check_floating(name: str, argument: str, tensor: Tensor) -> None:
         raise TypeError(
             f"{name}: {argument} must be a float64, float32, float16 or bfloat16 tensor, got {got}."
         )
-    raise NotImplementedError(
-        f"{name}: {argument} is of layout {tensor.layout}; kernels take dense tensors. Use "
-        f"{argument}.to_dense()."
+    raise not_dense(name, argument, tensor)
+
+
+def not_dense(name: str, argument: str, tensor: Tensor) -> NotImplementedError:
+    """The error for a tensor that has no plain memory, and how to get one that has."""
+    kind, remedy = f"of layout {tensor.layout}", "to_dense"
+    if tensor.is_quantized:
+        kind, remedy = f"quantized ({tensor.dtype})", "dequantize"
+    return NotImplementedError(
+        f"{name}: {argument} is {kind}; kernels take dense tensors. Use {argument}.{remedy}()."
     )
 
 

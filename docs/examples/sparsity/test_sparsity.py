@@ -30,7 +30,6 @@ def test_example(tmp_path):
     record = json.loads((tmp_path / "result.json").read_text())
     assert record["wrong_masks"] == []
     assert record["resumed_is_equal"]
-    assert abs(record["distributed_top1"] - record["resumed_top1"]) < 10
     assert record["permuted_weights"] > 15
     assert 50 < record["kept_magnitude"] < 100
 

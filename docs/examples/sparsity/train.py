@@ -236,7 +236,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         arguments = (args, Path(folder, "rendezvous").as_uri())
         multiprocessing.spawn(resume_distributed, arguments, PROCESSES)
     divided = build(args).network
-    divided.load_state_dict(torch.load(args.output / "distributed.pt", map_location=DEVICE))
+    state = torch.load(args.output / "distributed.pt", weights_only=True, map_location=DEVICE)
+    divided.load_state_dict(state)
     record["distributed_top1"] = accuracy(divided, val)
     networks = (network, resumed, divided)
     record["wrong_masks"] = [name for n in networks for name in wrong_masks(n, expected)]

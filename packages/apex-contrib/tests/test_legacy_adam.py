@@ -7,7 +7,7 @@ import fused_adam_cuda
 import pytest
 import torch
 
-from apex.contrib.optimizers import FusedAdam
+from apex.contrib.optimizers import FusedAdam, FusedLAMB
 from apex.contrib.optimizers.legacy_adam import cast_unless, scaled_adam_step, scaled_adam_undo
 from apex_testkit import FLOATS, HALVES, assert_as_accurate_as, opcheck_samples
 
@@ -307,3 +307,27 @@ def test_bad_input(device):
             optimizer.step(**options)
         assert torch.equal(p.detach(), before)
     assert optimizer.step(lambda: 3) == 3  # no gradient: nothing to do
+
+
+@pytest.mark.parametrize("optimizer_class", [FusedAdam, FusedLAMB])
+def test_compilers_call_a_step(optimizer_class, device):
+    """Instead of tracing it: it is one launch already, and its counts would compile anew."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    params = [torch.nn.Parameter(torch.ones(n, device=device)) for n in SIZES]
+    again = copy.deepcopy(params)
+    optimizer, other = optimizer_class(params), optimizer_class(again)
+    torch.compiler.reset()
+    for step in (optimizer.step, torch.compile(lambda: other.step(), backend=backend)):
+        torch.manual_seed(0)
+        for _ in range(3):
+            for param in params if step == optimizer.step else again:
+                param.grad = torch.randn_like(param)
+            step()
+    assert graphs == []
+    assert all(map(torch.equal, params, again))
+    assert not torch.equal(params[0], torch.ones_like(params[0]))
