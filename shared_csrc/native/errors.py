@@ -1,4 +1,11 @@
-"""The one error that building and loading kernels raises."""
+"""Errors that several modules raise: of kernels that cannot be built, and of what none takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # building a wheel without kernels has no torch
+    import torch
 
 
 class BuildError(RuntimeError):
@@ -6,3 +13,13 @@ class BuildError(RuntimeError):
 
     The message names the package, the op and the device, gives the reason and says what to do.
     """
+
+
+def not_dense(name: str, argument: str, tensor: torch.Tensor) -> NotImplementedError:
+    """The error for a tensor that has no plain memory, and how to get one that has."""
+    kind, remedy = f"of layout {tensor.layout}", "to_dense"
+    if tensor.is_quantized:
+        kind, remedy = f"quantized ({tensor.dtype})", "dequantize"
+    return NotImplementedError(
+        f"{name}: {argument} is {kind}; kernels take dense tensors. Use {argument}.{remedy}()."
+    )

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import BuildError
+from .errors import BuildError, not_dense
 from .mixtures import refusing_mixtures
-from .operands import not_dense
 from .writes import register_writes
 
 if TYPE_CHECKING:  # the builder is imported at the first call: imports would take twice the time

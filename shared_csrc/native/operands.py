@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import not_dense
+
 DENSE = (torch.strided, torch.jagged)  # functions answer for nested tensors themselves
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -24,16 +26,6 @@ def check_floating(name: str, argument: str, tensor: Tensor) -> None:
             f"{name}: {argument} must be a float64, float32, float16 or bfloat16 tensor, got {got}."
         )
     raise not_dense(name, argument, tensor)
-
-
-def not_dense(name: str, argument: str, tensor: Tensor) -> NotImplementedError:
-    """The error for a tensor that has no plain memory, and how to get one that has."""
-    kind, remedy = f"of layout {tensor.layout}", "to_dense"
-    if tensor.is_quantized:
-        kind, remedy = f"quantized ({tensor.dtype})", "dequantize"
-    return NotImplementedError(
-        f"{name}: {argument} is {kind}; kernels take dense tensors. Use {argument}.{remedy}()."
-    )
 
 
 def exact(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
