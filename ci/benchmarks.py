@@ -22,6 +22,9 @@ TUNED_MALLOC = {
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
 
+# Of several processes, with one thread each whatever OMP_NUM_THREADS says.
+SETS_ITS_OWN_THREADS = {"ddp", "ddp_network", "distributed_adam"}
+
 
 def main(wanted: list[str]) -> None:
     found = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
@@ -45,17 +48,20 @@ def measure(file: Path) -> None:
     partial = RESULTS / f".{name}.partial.jsonl"
     partial.unlink(missing_ok=True)
     cores = len(os.sched_getaffinity(0))
-    for threads, malloc in ((cores, TUNED_MALLOC), (1, TUNED_MALLOC), (cores, {})):
+    settings = [(cores, TUNED_MALLOC), (1, TUNED_MALLOC), (cores, {})]
+    if name in SETS_ITS_OWN_THREADS:
+        settings = [(1, TUNED_MALLOC), (1, {})]
+    for threads, malloc in settings:
         kind = "tuned" if malloc else "stock"
         print(f"\n{name}: {threads} threads, {kind} malloc", flush=True)
-        settings = {"OMP_NUM_THREADS": str(threads), "APEX_BENCH_JSON": str(partial), **malloc}
-        settings["APEX_BENCH_DEVICE"] = "cpu"  # of a GPU: ci/gpu.py
-        run([sys.executable, str(file)], settings)
+        variables = {"OMP_NUM_THREADS": str(threads), "APEX_BENCH_JSON": str(partial), **malloc}
+        variables["APEX_BENCH_DEVICE"] = "cpu"  # of a GPU: ci/gpu.py
+        run([sys.executable, str(file)], variables)
     partial.replace(RESULTS / f"{name}.jsonl")
 
 
-def run(command: list[str], settings: dict[str, str]) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "ci" / "testkit")} | settings
+def run(command: list[str], variables: dict[str, str]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "ci" / "testkit")} | variables
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
         sys.exit(f"benchmarks: {' '.join(command)} failed with exit status {done.returncode}")
