@@ -124,13 +124,13 @@ class Bucket:
         with torch.no_grad(), lane.entered(after):
             in_place = self._find_memory(grads, present)
             lane.keep_until_done(present)
-            self._fresh = self._which_are_fresh(grads, in_place)
-            self._is_in_place = in_place is self._all and self._is_new is self._all
             self._copy_in(grads, in_place)
             scale = options.exact_scale(self._dtype, self._device)
             self._scale(grads, scale)
             self._reduction = FlatReduction(self._flat, self._numel, lane, options, scale)
-            # Made while others work. They are no views, which detach_() would refuse.
+            # Found and made while others work. Slots' data are no views, which detach_() refuses.
+            self._is_in_place = in_place is self._all and self._is_new is self._all
+            self._fresh = self._which_are_fresh(grads, in_place)
             self._next = [slot.data for slot in self._slots] if self._fresh is self._all else []
 
     def _find_memory(

@@ -92,7 +92,7 @@ class FlatReduction:
         divisor = options.divisor / options.predivide_factor if options.average else 1.0
         self._divisor = divisor * scale
         operation = dist.ReduceOp.SUM
-        if self._divisor == lane.ranks_averaged:
+        if self._divisor != 1.0 and self._divisor == lane.ranks_averaged:
             operation, self._divisor = dist.ReduceOp.AVG, 1.0
         self._work = dist.all_reduce(flat, operation, group=lane.group, async_op=True)
 
