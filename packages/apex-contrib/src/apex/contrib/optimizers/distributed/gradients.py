@@ -13,6 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from torch.autograd.graph import _engine_run_backward
 from .arguments import NAME
 from .buffers import slots_of, zero_rest
 from .collectives import Reduction
-from .layout import GradientBucket, GradientStatus, ParameterFragment, flat_like
+from .layout import GradientBucket, GradientStatus, flat_like
 from .plans import agree, trainable
+
+_PLACE, _DRAWBACKS = attrgetter("bucket_range"), attrgetter("layout", "requires_grad")
 
 
 def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
@@ -42,7 +46,7 @@ def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
                 return
             if optimizer._params_buckets or optimizer.late:
                 optimizer.check_was_current(param)
-            if optimizer.greedy_grad_copy and not note_arrival(optimizer, optimizer.fragments[key]):
+            if optimizer.greedy_grad_copy and not note_arrival(optimizer, param):
                 copy_gradient(optimizer, param)
                 if optimizer.overlap_grad_sync:
                     try_start(optimizer, (param,), ignore_last_bucket=False)
@@ -50,18 +54,20 @@ def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
     return hook
 
 
-def note_arrival(optimizer: Any, fragments: list[ParameterFragment]) -> bool:
+def note_arrival(optimizer: Any, param: Tensor) -> bool:
     """Leave a gradient where it is until its bucket leaves; False where it must be copied now.
 
     One loop over a bucket takes a third of the time of a copy in each hook. Only within a pass
     whose end is known, because another pass would add to the gradient.
     """
-    current = optimizer.round
-    if len(fragments) != 1 or not current.ends_with_backward or not optimizer.overlap_grad_sync:
+    fragments = optimizer.fragments[id(param)]
+    if len(fragments) != 1 or not optimizer.overlap_grad_sync or optimizer.contiguous_grad_buffer:
         return False
-    fragment = fragments[0]
+    if optimizer.round.expected is None and optimizer.plan_is_agreed:
+        begin_round(optimizer, arriving=param)
+    current, fragment = optimizer.round, fragments[0]
     bucket = optimizer.grads_buckets[fragment.bucket_id]
-    if fragment in bucket.grads_generated or optimizer.contiguous_grad_buffer:
+    if not current.ends_with_backward or fragment in bucket.grads_generated:
         return False
     bucket.grads_generated.add(fragment)
     bucket.arrived.append(fragment)
@@ -87,6 +93,38 @@ def take_arrived(optimizer: Any, bucket: GradientBucket) -> None:
         written.add(place)
         param.grad = None
     bucket.arrived.clear()
+
+
+def join_arrived(optimizer: Any, bucket_id: int) -> bool:
+    """Make a bucket of the gradients that :func:`note_arrival` has left, in one call.
+
+    Where they are all that it will hold, and lie in memory as it does; False where not.
+    """
+    bucket, state = optimizer.grads_buckets[bucket_id], optimizer.state["buckets"][bucket_id]
+    if bucket.grads_bucket is not None or len(bucket.arrived) < len(state.fragments):
+        return False
+    groups, dtype = optimizer.param_groups, state.grad_sync_dtype
+    params, parts, at = [], [], 0
+    for fragment in sorted(bucket.arrived, key=_PLACE):
+        param = groups[fragment.param_group_id]["params"][fragment.param_id]
+        grad, (begin, end) = param.grad, fragment.bucket_range
+        if grad is None or grad.dtype is not dtype or _DRAWBACKS(grad) != (torch.strided, False):
+            return False
+        if not (grad.is_contiguous() and param.is_contiguous()):
+            return False
+        if at < begin:
+            parts.append(torch.zeros(begin - at, dtype=dtype, device=grad.device))
+        params.append(param)
+        parts.append(grad if grad.dim() == 1 else grad.view(-1))
+        at = end
+    if at < state.bucket_size:
+        parts.append(torch.zeros(state.bucket_size - at, dtype=dtype, device=state.device))
+    with torch.no_grad():
+        bucket.grads_bucket = torch.cat(parts)
+    for param in params:
+        param.grad = None
+    bucket.arrived.clear()
+    return True
 
 
 def copy_gradient(optimizer: Any, param: Tensor) -> None:
@@ -195,23 +233,29 @@ class Round:
         self.ends_with_backward = False
 
 
-def begin_round(optimizer: Any) -> None:
+def begin_round(optimizer: Any, arriving: Tensor | None = None) -> None:
     """Count what will come, and have the engine call back at the end of the pass.
 
     Not where a parameter has no buckets yet: all ranks must agree first, after the pass.
+
+    Args:
+        arriving: the parameter whose gradient has just come.
     """
     current = optimizer.round = Round()
     params = trainable(optimizer)
-    if not all(id(param) in optimizer.fragments for param in params):
+    fragments = [optimizer.fragments.get(id(param)) for param in params]
+    if None in fragments:
         optimizer.plan_is_agreed = False
         return
     current.expected = [0] * len(optimizer.state["buckets"])
+    for fragment in chain.from_iterable(fragments):
+        current.expected[fragment.bucket_id] += 1
     for param in params:
-        for fragment in optimizer.fragments[id(param)]:
-            current.expected[fragment.bucket_id] += 1
+        if param.grad is None or param is arriving:
+            continue
         # Left by passes under no_sync. This rank alone may have it, so it goes with this round.
         # NeMo sets that attribute, and copies it.
-        if param.grad is not None and not getattr(param, "_disable_greedy_grad_copy", False):
+        if not getattr(param, "_disable_greedy_grad_copy", False):
             copy_if_new(optimizer, param)
     if in_nested_backward():
         return
@@ -262,9 +306,10 @@ def start_bucket(optimizer: Any, bucket_id: int) -> None:
         finish_bucket(optimizer, bucket_id)
     while len(optimizer.reducing) >= optimizer.pipeline_size:
         finish_bucket(optimizer, optimizer.reducing[0])
-    slots_of(optimizer, bucket_id)
-    take_arrived(optimizer, bucket)
-    flush(bucket)
+    if not join_arrived(optimizer, bucket_id):
+        slots_of(optimizer, bucket_id)
+        take_arrived(optimizer, bucket)
+        flush(bucket)
     optimizer.reducing.append(bucket_id)
     with torch.no_grad(), on_stream(optimizer, bucket_id, bucket.grads_bucket):
         if not optimizer.contiguous_grad_buffer:  # which is zeroed as a whole
