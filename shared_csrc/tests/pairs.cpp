@@ -60,9 +60,17 @@ void check_pack(const float (&values)[kPack]) {
   (void)aligned;
 #endif
 #if defined(__AVX512BW__)
-  stored_by("store_pairs", unaligned, [&](BFloat16* target) {
+  for (bool by_instruction : {false, kRoundsBFloat16}) {
+    stored_by(
+        by_instruction ? "pairs by instruction" : "store_pairs", unaligned, [&](BFloat16* target) {
+          for (int i = 0; i < kWords; i += kGroup) {
+            store_pairs(target + 2 * i, slots + i, slots + kWords + i, 2 * kGroup, by_instruction);
+          }
+        });
+  }
+  stored_by("stream_pairs", aligned, [&](BFloat16* target) {
     for (int i = 0; i < kWords; i += kGroup) {
-      store_pairs(target + 2 * i, slots + i, slots + kWords + i, 2 * kGroup);
+      stream_pairs(target + 2 * i, slots + i, slots + kWords + i);
     }
   });
 #endif

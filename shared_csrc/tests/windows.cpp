@@ -112,9 +112,37 @@ void test_all_runs() {
   }
 }
 
+// Runs of a result so large that whole lines of it are written around the cache, and some that are
+// not whole lines; at an address that is a multiple of a line, and at one that is none.
+template <class S>
+void test_large_runs() {
+  using T = compute_t<S>;
+  constexpr int64_t kColumns = 8192 / sizeof(S), kRuns = 2, kLine = 64 / sizeof(S);
+  const int64_t rows = kStreamedBytes / (kColumns * sizeof(S)) + 1, count = rows * kRuns * kColumns;
+  const auto x = random_values<S>(count), scale = random_values<S>(kColumns);
+  std::vector<S> memory(count + 2 * kLine);
+  S* lines = memory.data();
+  while (reinterpret_cast<uintptr_t>(lines) % 64 != 0) ++lines;
+  for (S* y : {lines, lines + 1}) {
+    for (int64_t end : {kColumns, kColumns - kLine - 1}) {
+      std::fill(memory.begin(), memory.end(), S{});
+      rowwise(Threads{2}, rows, kColumns,
+              ScaleRuns<S, S>{x.data(), scale.data(), y, kRuns, 0, 0, end});
+      const std::string where = "large runs to " + std::to_string(end);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t c = i % kColumns;
+        const T product = c < end ? convert<T>(x[i]) * convert<T>(scale[c]) : T(0);
+        expect_near(convert<T>(y[i]), convert<T>(convert<S>(product)), 0, where);
+      }
+      expect_near(convert<T>(y[count]), 0, 0, "behind " + where);
+    }
+  }
+}
+
 template <class S>
 void test_all() {
   test_all_runs<S>();
+  test_large_runs<S>();
   for (int threads : {1, 3}) {
     for (int64_t columns : {1, 16, 63, 64, 65, 200}) {
       for (int64_t begin : {0, 1, 17, 64}) {

@@ -42,6 +42,27 @@ inline const bool kRoundsBFloat16 = [] {
   return __builtin_cpu_supports("avx512bf16") != 0;
 }();
 
+// Which of 16 floats the instruction rounds otherwise than store_word(): it takes subnormal numbers
+// for zero and keeps the bits of a NaN.
+APEX_HD __mmask16 rounded_otherwise(const float* values) {
+  constexpr int kQuietNaN = 0x01, kSubnormal = 0x20, kSignalingNaN = 0x80;
+  return _mm512_fpclass_ps_mask(_mm512_loadu_ps(values), kQuietNaN | kSubnormal | kSignalingNaN);
+}
+
+// 16 words of what the instruction rounds.
+APEX_HD __m512i words_by_instruction(const float* even, const float* odd) {
+  alignas(64) static constexpr uint16_t kInTurn[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                     21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                     11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  __m512i halves;
+  // volatile, or compilers move it out of a loop that stores a constant, before the question
+  // whether the processor has it.
+  asm volatile("vcvtne2ps2bf16 %1, %2, %0"
+               : "=v"(halves)
+               : "v"(_mm512_loadu_ps(even)), "v"(_mm512_loadu_ps(odd)));
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kInTurn), halves);
+}
+
 // store_word() for a pack whose floats lie by slot. With kStreamed, `elements` is a multiple of 64
 // bytes.
 template <bool kStreamed>
@@ -54,25 +75,13 @@ APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool b
       _mm512_storeu_si512(elements + 2 * word, bits);
     }
   };
-  // The instruction takes subnormal numbers for zero and keeps the bits of a NaN.
-  constexpr int kQuietNaN = 0x01, kSubnormal = 0x20, kSignalingNaN = 0x80;
   __mmask16 others = 0;
   for (int slot = 0; slot < kPack; slot += kVector) {
-    constexpr int kOthers = kQuietNaN | kSubnormal | kSignalingNaN;
-    others = _kor_mask16(others, _mm512_fpclass_ps_mask(_mm512_load_ps(slots + slot), kOthers));
+    others = _kor_mask16(others, rounded_otherwise(slots + slot));
   }
   if (by_instruction && _kortestz_mask16_u8(others, others)) {
-    alignas(64) static constexpr uint16_t kInTurn[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    __m512i in_turn = _mm512_load_si512(kInTurn);
     for (int word = 0; word < kWords; word += kVector) {
-      __m512 even = _mm512_load_ps(slots + word), odd = _mm512_load_ps(slots + word + kWords);
-      __m512i halves;
-      // volatile, or compilers move it out of a loop that stores a constant, before the question
-      // whether the processor has it.
-      asm volatile("vcvtne2ps2bf16 %1, %2, %0" : "=v"(halves) : "v"(even), "v"(odd));
-      store(word, _mm512_permutexvar_epi16(in_turn, halves));
+      store(word, words_by_instruction(slots + word, slots + word + kWords));
     }
   } else {
     alignas(64) BFloat16 rounded[kPack];
@@ -123,12 +132,26 @@ APEX_HD __m512i rounded_upwards(const float* values) {
   return _mm512_mask_mov_epi32(_mm512_add_epi32(bits, bias), is_nan, _mm512_set1_epi32(0x7fc00000));
 }
 
-APEX_HD void store_pairs(BFloat16* target, const float* even, const float* odd, int count) {
+// The words of a pair, each half rounded as by store_word().
+APEX_HD __m512i words_of(const float* even, const float* odd, bool by_instruction) {
+  const __mmask16 others = _kor_mask16(rounded_otherwise(even), rounded_otherwise(odd));
+  if (by_instruction && _kortestz_mask16_u8(others, others)) {
+    return words_by_instruction(even, odd);
+  }
   constexpr __mmask16 kAll = 0xffff;
   constexpr __mmask32 kUpperHalves = 0xaaaaaaaa;
   __m512i lower = _mm512_maskz_srli_epi32(kAll, rounded_upwards(even), 16);
-  __m512i both = _mm512_mask_mov_epi16(lower, kUpperHalves, rounded_upwards(odd));
-  _mm512_mask_storeu_epi16(target, pairs_mask(count), both);
+  return _mm512_mask_mov_epi16(lower, kUpperHalves, rounded_upwards(odd));
+}
+
+APEX_HD void store_pairs(BFloat16* target, const float* even, const float* odd, int count,
+                         bool by_instruction = kRoundsBFloat16) {
+  _mm512_mask_storeu_epi16(target, pairs_mask(count), words_of(even, odd, by_instruction));
+}
+
+// All of them, around the cache; `target` is a multiple of 64 bytes.
+APEX_HD void stream_pairs(BFloat16* target, const float* even, const float* odd) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), words_of(even, odd, kRoundsBFloat16));
 }
 #endif
 

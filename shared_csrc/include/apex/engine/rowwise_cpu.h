@@ -80,7 +80,12 @@ class Row {
   }
   template <class S>
   WriteView<S> to(S* address, int64_t next = 0) const {
-    return {address + begin_, next};
+    constexpr int64_t kBytes = sizeof(S), kLine = 64;
+    S* row = address + begin_;
+    if (next == 0 || next * kBytes % kLine != 0) return {row, next};
+    // Runs of each_of() make a row of the result. Whether it has pages says the first of a thread.
+    const int64_t run = width_ * kBytes;
+    return {row, next, can_stream(row, run, rows_ * run) && is_backed(row, 1)};
   }
   // A vector [columns] that all rows share.
   template <class S>

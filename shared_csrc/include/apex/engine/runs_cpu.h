@@ -31,16 +31,33 @@ APEX_HD void keep(T& value, T result) {
   if constexpr (View::kWritten) value = result;
 }
 
+// Runs whose groups of columns are taken in turn, if a run is wider than a group. What they share
+// is converted once for all of these; more of them read memory in steps, which takes longer. In
+// RoPE with 128 channels, four took 0.72 to 0.95 of the time of one.
+inline constexpr int64_t kRunsAtOnce = 4;
+
+template <class G, class View>
+bool are_streamed(const View& view, int64_t columns) {
+  if constexpr (G::template kStreams<View>) return view.streamed && columns % G::kLanes == 0;
+  return false;
+}
+
+template <class G, class View>
+APEX_HD void put(const View& view, bool is_streamed, int64_t column, int count,
+                 const typename G::Values& values) {
+  if (G::template kStreams<View> && is_streamed) return G::stream(view, column, values);
+  G::store(view, column, count, values);
+}
+
 template <class T, size_t... I, class F, class... Views>
 void each_of_runs(std::index_sequence<I...>, int64_t columns, int64_t runs, const F& functor,
                   const Views&... views) {
   using G = Groups<T, kPairsOfGroups<T, Views...>>;
   const F own = functor;  // which no store can change, for all the compiler knows
-  // One group of columns after the other would read memory in steps: three quarters of the speed
-  // of whole runs, where these are wider than a group.
-  const int64_t at_once = columns <= G::kLanes ? runs : 1;
+  const int64_t at_once = columns <= G::kLanes ? runs : std::min(runs, kRunsAtOnce);
+  const bool streamed[] = {are_streamed<G>(views, columns)...};
   for (int64_t begin = 0; begin < runs; begin += at_once) {
-    const int64_t end = begin + at_once;
+    const int64_t end = std::min(runs, begin + at_once);
     for (int64_t column = 0; column < columns; column += G::kLanes) {
       const int count = static_cast<int>(std::min<int64_t>(columns - column, G::kLanes));
       alignas(64) typename G::Values held[sizeof...(Views)];
@@ -57,7 +74,7 @@ void each_of_runs(std::index_sequence<I...>, int64_t columns, int64_t runs, cons
             (keep<Views>(values[I][group][lane], of_lane[I]), ...);
           }
         }
-        (G::store(views, run * views.next_row + column, count, values[I]), ...);
+        (put<G>(views, streamed[I], run * views.next_row + column, count, values[I]), ...);
       }
     }
   }

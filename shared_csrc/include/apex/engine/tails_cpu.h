@@ -42,6 +42,20 @@ struct Groups {
       store_group(view.data + column, values[0], count);
     }
   }
+
+  // Whether all lanes of a view are whole lines of the cache, which stream() writes around it.
+  template <class View>
+  static constexpr bool kStreams =
+      View::kWritten && (kPairs || std::is_same_v<typename View::storage, T>);
+
+  template <class View>
+  APEX_HD static void stream(const View& view, int64_t column, const Values& values) {
+    if constexpr (kStreams<View> && kPairs) {
+      stream_pairs(view.data + column, values[0], values[1]);
+    } else if constexpr (kStreams<View>) {
+      stream_bytes<sizeof(values[0])>(view.data + column, values[0]);
+    }
+  }
 };
 
 // A lane of a tail: its slot among all of them and in its group, and whether there is a column.
