@@ -3,13 +3,18 @@
 `autocast`: forward and backward of one model, once as amp.initialize returned it and once in a
 block of torch's. On the CPU amp adds rules that autocast has on CUDA only (norms, GELU and softmax
 in float32): the perceptrons have none of these functions and show what amp itself costs, ResNet-50
-and GPT-2 what a user sees.
+and GPT-2 what a user sees. amp also replaces torch's float16 products on CPUs without float16
+instructions, and autocast then shares them.
+
+`linears`: sixty tiny layers, which torch.autocast runs while amp is off, with torch's own products.
+The two take turns in blocks of calls, because amp is switched on for each of its blocks.
 
 `level_step`: forward, backward, overflow check and SGD at an opt level, against plain torch in
 float32: the ratio is what the level gains.
 """
 
 import copy
+import time
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +22,8 @@ from torch import nn
 
 from apex import amp
 from apex.amp import _amp_state
-from apex_testkit.bench import chosen_device, compare
+from apex_testkit.bench import chosen_device, compare, record_samples
+from apex_testkit.load import LoadMeter
 from apex_testkit.networks import Gpt, resnet18, resnet50
 
 GPT2 = {"width": 768, "blocks": 12, "heads": 12, "vocabulary": 50_257, "length": 64, "tied": True}
@@ -90,6 +96,44 @@ def casts(case, make, x, level, dtype):
     _amp_state.handle._deactivate()
 
 
+def linears(width, batch, level, dtype, device, rounds=15, calls=10):
+    """Sixty layers in O1's or O4's casts, and in torch's while amp is off."""
+    plain = nn.Sequential(*(nn.Linear(width, width) for _ in range(60))).to(device)
+    start, x = copy.deepcopy(plain), torch.randn(batch, width, device=device)
+
+    def theirs():
+        with torch.autocast(device, dtype=dtype):
+            return plain(x)
+
+    samples = {(op, who): [] for op in ("fwd", "fwd+bwd") for who in ("apex", "torch_autocast")}
+
+    def sample(who, forward, training):
+        for op, call in (("fwd", forward), ("fwd+bwd", training)):
+            call()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            samples[op, who].append((time.perf_counter() - begin) / calls * 1e6)
+
+    meter = LoadMeter()
+    for _ in range(rounds):
+        sample("torch_autocast", theirs, lambda: theirs().float().sum().backward())
+        model, optimizer = initialized(copy.deepcopy(start), level, loss_scale=1.0)
+
+        def ours(model=model, optimizer=optimizer):
+            with amp.scale_loss(model(x).float().sum(), optimizer) as loss:
+                loss.backward()
+
+        sample("apex", lambda model=model: model(x), ours)
+        _amp_state.handle._deactivate()
+    load = meter.read()
+    for op in ("fwd", "fwd+bwd"):
+        of_op = {who: values for (kind, who), values in samples.items() if kind == op}
+        record_samples(f"linears {op}", f"60 of {batch}x{width} {level}", of_op, load)
+
+
 def mlp(layers, width):
     return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())))
 
@@ -97,6 +141,8 @@ def mlp(layers, width):
 if __name__ == "__main__":
     device = chosen_device()
     for level, dtype in (("O1", torch.float16), ("O4", torch.bfloat16)):
+        for width, batch in ((16, 8), (16, 32), (32, 32)):
+            linears(width, batch, level, dtype, device)
         for layers, width, batch in ((50, 16, 8), (8, 512, 64)):
             x = torch.randn(batch, width, device=device)
             casts(f"mlp {layers} x {width}", lambda n=layers, w=width: mlp(n, w), x, level, dtype)
