@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import native
 from .checks import as_shape, check_eps, mixed_options
 from .functional import (
+    affine_layer_norm_of_kernels,
     fused_layer_norm,
     fused_layer_norm_affine,
     fused_rms_norm,
@@ -196,6 +197,9 @@ class FusedLayerNorm(_Norm):
             y = native.layer_norm(input, weight, bias, shape, eps, False, centered)
             if y is not None:
                 return y
+            if weight is not None and type(input) is Tensor:  # what torch.fx records is none
+                options = (shape, eps, efficient, False, centered)
+                return affine_layer_norm_of_kernels(input, weight, bias, *options)
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
         return fused_layer_norm_affine(
