@@ -21,8 +21,6 @@ from typing import Any
 import torch
 
 from .._shared.native.half_products import cpu_multiplies_float16
-from .._shared.native.targets import is_emulating
-from .float16_product import float16_product
 
 # Multiplications up to which our kernel wins: 64x64 times 64x64 took 9 to 11 us, through float32 12
 # to 14 us, twice that size 17 to 26 us and 18 to 30 us (one thread; with two, float32 took longer).
@@ -48,6 +46,8 @@ _OUT_OPS = (*_PAIRS, *_SUMS)
 @contextlib.contextmanager
 def float16_through_float32() -> Iterator[None]:
     """Replace torch's CPU kernels of the ops above within the context."""
+    from .._shared.native.targets import is_emulating  # at first use, as all that builds kernels
+
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         # torch warns of kernels that replace its own, which is intended here.
@@ -111,6 +111,8 @@ def _or_small(name: str, kernel: Any, through_float32: Callable[..., Any]) -> Ca
 
     It is called at every layer, so each question counts: torch's kernel takes 1 to 5 us.
     """
+    from .float16_product import float16_product  # most programs do not need it
+
     float16, call = torch.float16, kernel.call_boxed
 
     def pair(keys: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
