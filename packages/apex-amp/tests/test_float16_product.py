@@ -75,15 +75,16 @@ def test_infinities_and_nans_stay_in_their_rows():
     assert y[4].isnan().all()
 
 
+WRONG_DTYPE = "must be float16; one of them is .*float32"
 MATRIX = torch.ones(2, 3, dtype=half)
 REFUSALS = {
-    "terms": ("multiplied", (None, MATRIX, MATRIX)),
-    "dimensions": ("multiplied", (None, MATRIX, MATRIX[0])),
-    "batches": ("multiplied", (None, MATRIX.expand(2, 2, 3), MATRIX.mT.expand(3, 3, 2))),
-    "dtype": ("dtype", (None, MATRIX, MATRIX.mT.float())),
-    "dtype of what is added": ("dtype", (MATRIX[0, :2].float(), MATRIX, MATRIX.mT)),
-    "shape of what is added": ("cannot be added", (MATRIX[0], MATRIX, MATRIX.mT)),
-    "dimensions of what is added": ("cannot be added", (MATRIX[None], MATRIX, MATRIX.mT)),
+    "terms": ("a and b must be", (None, MATRIX, MATRIX)),
+    "dimensions": ("a and b must be", (None, MATRIX, MATRIX[0])),
+    "batches": ("a and b must be", (None, MATRIX.expand(2, 2, 3), MATRIX.mT.expand(3, 3, 2))),
+    "dtype": (WRONG_DTYPE, (None, MATRIX, MATRIX.mT.float())),
+    "dtype of what is added": (WRONG_DTYPE, (MATRIX[0, :2].float(), MATRIX, MATRIX.mT)),
+    "shape of what is added": ("added must be expandable", (MATRIX[0], MATRIX, MATRIX.mT)),
+    "dimensions of what is added": ("added must be expandable", (MATRIX[None], MATRIX, MATRIX.mT)),
 }
 
 

@@ -121,16 +121,23 @@ def fused_layer_norm_affine(
         )
         if y is not None:
             return y
-    options = (memory_efficient, False, zero_centered_gamma)
-    return affine_layer_norm_of_kernels(input, weight, bias, normalized_shape, eps, *options)
+    return affine_layer_norm_of_kernels(
+        input, weight, bias, normalized_shape, eps, memory_efficient, zero_centered_gamma
+    )
 
 
 def affine_layer_norm_of_kernels(
-    input: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, eps: float, *options: bool
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: Shape,
+    eps: float,
+    memory_efficient: bool,
+    zero_centered_gamma: bool,
 ) -> Tensor:
     """:func:`fused_layer_norm_affine` where torch's is not the faster one."""
     input, weight, bias = autocast(input, weight, bias)
-    name = "fused_layer_norm_affine"
+    name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
     return run_layer_norm(name, input, weight, bias, shape, eps, *options)
 
 

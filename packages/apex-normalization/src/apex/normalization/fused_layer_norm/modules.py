@@ -198,7 +198,7 @@ class FusedLayerNorm(_Norm):
             if y is not None:
                 return y
             if weight is not None and type(input) is Tensor:  # what torch.fx records is none
-                options = (shape, eps, efficient, False, centered)
+                options = (shape, eps, efficient, centered)
                 return affine_layer_norm_of_kernels(input, weight, bias, *options)
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)

@@ -39,24 +39,25 @@ Tensor float16_product(const std::optional<Tensor>& added, const Tensor& a, cons
   int64_t dims = a.dim();
   check((dims == 2 || dims == 3) && b.dim() == dims && a.size(dims - 1) == b.size(dims - 2) &&
             (dims == 2 || a.size(0) == b.size(0)),
-        op, ": shapes cannot be multiplied (", describe(a), " and ", describe(b), ").");
-  check(a.scalar_type() == ScalarType::Half && b.scalar_type() == ScalarType::Half &&
-            (!added || added->scalar_type() == ScalarType::Half),
-        op, ": every operand's dtype must be float16, got ", describe(a), " and ", describe(b),
-        ".");
+        op, ": a and b must be [M, K] and [K, N], or [batch, M, K] and [batch, K, N]; got ",
+        describe(a), " and ", describe(b), ".");
+  for (const Tensor* operand : {&a, &b, added ? &*added : &a}) {
+    check(operand->scalar_type() == ScalarType::Half, op,
+          ": added, a and b must be float16; one of them is ", describe(*operand), ".");
+  }
   Layout left(a), right(b), addend(added ? *added : a);
   int64_t batches = left.sizes[0], rows = left.sizes[1], columns = right.sizes[2];
   int64_t result[] = {batches, rows, columns};
   Tensor y = empty(a, {result + 3 - dims, result + 3}, ScalarType::Half);
   if (!added) beta = 0;
   if (beta != 0) {
-    check(added->dim() <= dims, op, ": ", describe(*added), " cannot be added to ", describe(y),
-          ".");
+    bool expands = added->dim() <= dims;
     for (int d = 0; d < 3; ++d) {
-      check(addend.sizes[d] == 1 || addend.sizes[d] == result[d], op, ": ", describe(*added),
-            " cannot be added to ", describe(y), ".");
+      expands = expands && (addend.sizes[d] == 1 || addend.sizes[d] == result[d]);
       if (addend.sizes[d] == 1) addend.strides[d] = 0;
     }
+    check(expands, op, ": added must be expandable to the shape of a @ b, which is ", describe(y),
+          "; got ", describe(*added), ".");
   }
   SmallProduct product;
   for (int64_t i = 0; i < batches; ++i) {

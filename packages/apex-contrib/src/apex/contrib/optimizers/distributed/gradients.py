@@ -76,6 +76,15 @@ def note_arrival(optimizer: Any, param: Tensor) -> bool:
     return True
 
 
+def _as_row(grad: Tensor, param: Tensor) -> Tensor | None:
+    """A gradient as one row in the parameter's order; None where it takes more than a view."""
+    if _DRAWBACKS(grad) != (torch.strided, False):
+        return None
+    if not (grad.is_contiguous() and param.is_contiguous()):
+        return None
+    return grad if grad.dim() == 1 else grad.view(-1)
+
+
 def take_arrived(optimizer: Any, bucket: GradientBucket) -> None:
     """Take the gradients that :func:`note_arrival` has left."""
     groups, slots = optimizer.param_groups, bucket.slots
@@ -85,11 +94,11 @@ def take_arrived(optimizer: Any, bucket: GradientBucket) -> None:
         grad, place = param.grad, fragment.bucket_range[0]
         if grad is None:
             continue
-        is_plain = grad.layout is torch.strided and grad.is_contiguous() and param.is_contiguous()
-        if not is_plain or grad.requires_grad or place in written or not grad.numel():
+        row = _as_row(grad, param)
+        if row is None or place in written or not row.numel():
             copy_gradient(optimizer, param)
             continue
-        copies.append((slots[place], grad if grad.dim() == 1 else grad.view(-1)))
+        copies.append((slots[place], row))
         written.add(place)
         param.grad = None
     bucket.arrived.clear()
@@ -108,14 +117,12 @@ def join_arrived(optimizer: Any, bucket_id: int) -> bool:
     for fragment in sorted(bucket.arrived, key=_PLACE):
         param = groups[fragment.param_group_id]["params"][fragment.param_id]
         grad, (begin, end) = param.grad, fragment.bucket_range
-        if grad is None or grad.dtype is not dtype or _DRAWBACKS(grad) != (torch.strided, False):
-            return False
-        if not (grad.is_contiguous() and param.is_contiguous()):
+        if grad is None or grad.dtype is not dtype or (row := _as_row(grad, param)) is None:
             return False
         if at < begin:
             parts.append(torch.zeros(begin - at, dtype=dtype, device=grad.device))
         params.append(param)
-        parts.append(grad if grad.dim() == 1 else grad.view(-1))
+        parts.append(row)
         at = end
     if at < state.bucket_size:
         parts.append(torch.zeros(state.bucket_size - at, dtype=dtype, device=state.device))
