@@ -16,7 +16,8 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1"
 
 @pytest.mark.builds
 @pytest.mark.parametrize(
-    "program", ["engines", "engines_per_tensor", "groups", "samples", "windows"]
+    "program",
+    ["engines", "engines_per_tensor", "groups", "samples", "several_rows", "windows"],
 )
 @pytest.mark.parametrize(
     ("level", "flags"),

@@ -55,14 +55,30 @@ APEX_HD void load_pack(const Half* source, float (&values)[N]) {
 #endif
 }
 
+#if defined(__AVX512F__)
+template <int N>
+APEX_HD __m256i to_halves(const float (&values)[N], int first) {
+  __m512 floats = _mm512_loadu_ps(values + first);
+  return _mm512_maskz_cvtps_ph(0xffff, floats, _MM_FROUND_TO_NEAREST_INT);
+}
+
+template <int N>
+APEX_HD __m512i to_line_of_halves(const float (&values)[N], int first) {
+  __m512i lower = _mm512_castsi256_si512(to_halves(values, first));
+  return _mm512_maskz_inserti64x4(0xff, lower, to_halves(values, first + 16), 1);
+}
+#endif
+
 template <int N>
 APEX_HD void store_pack(Half* target, const float (&values)[N]) {
 #if defined(__AVX512F__)
   static_assert(N % 16 == 0);
-  for (int i = 0; i < N; i += 16) {
-    __m512 floats = _mm512_loadu_ps(values + i);
-    __m256i bits = _mm512_maskz_cvtps_ph(0xffff, floats, _MM_FROUND_TO_NEAREST_INT);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i), bits);
+  if constexpr (N % 32 == 0) {
+    for (int i = 0; i < N; i += 32) _mm512_storeu_si512(target + i, to_line_of_halves(values, i));
+  } else {
+    for (int i = 0; i < N; i += 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + i), to_halves(values, i));
+    }
   }
 #else
   static_assert(N % 8 == 0);

@@ -196,6 +196,14 @@ APEX_HD bool is_finite(T value) {
   return value - value == T(0);
 }
 
+// value, or zero where the condition holds. By bits: a choice of values becomes a branch where the
+// result is rounded next (to bfloat16 on AVX2: 15 times the time).
+template <class T>
+APEX_HD T zero_where(bool condition, T value) {
+  using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+  return bit_cast<T>(bit_cast<Bits>(value) & (static_cast<Bits>(condition) - 1));
+}
+
 template <class T>
 APEX_HD T max_propagating_nan(T a, T b) {
   // A NaN in either argument wins, as in torch.amax. Two selections: with `||`, compilers see a

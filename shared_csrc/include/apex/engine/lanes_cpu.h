@@ -22,12 +22,21 @@ inline constexpr bool kBuffered =
 #endif
           ));
 
-template <class T, class Indices, class... Views>
+// With kOfRows, those of one of several rows that each_of_rows() takes at once.
+template <class T, bool kOfRows, class Indices, class... Views>
 class LanesOf;
 
+// f(number) for 0 to kCount - 1, which are constants to the compiler.
+template <int kCount, class F>
+APEX_HD void each_number(const F& f) {
+  [&]<int... N>(std::integer_sequence<int, N...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, N>{}), ...);
+  }(std::make_integer_sequence<int, kCount>{});
+}
+
 // Usage: at(column); each(body), or call(functor, lane) for every lane; done().
-template <class T, size_t... I, class... Views>
-class LanesOf<T, std::index_sequence<I...>, Views...> {
+template <class T, bool kOfRows, size_t... I, class... Views>
+class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
  public:
   explicit LanesOf(const Views&... views)
       : data_{const_cast<void*>(source_of(views))...},
@@ -81,10 +90,60 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
     }
   }
 
-  // Whether lanes are taken in pairs; see pairs_cpu.h.
-  static constexpr bool kPaired =
-      std::is_same_v<T, float> &&
-      ((std::is_same_v<typename Views::storage, BFloat16> && !is_ahead_v<Views>) && ...);
+  // For every slot, begin(slot) makes a state, body(state, T& value0, ...) is called with it for
+  // each of the rows, and end(slot, state) takes it. What rows share is read once for all of them.
+  template <int kRows, class Begin, class Body, class End>
+  APEX_HD static void each_of_rows(LanesOf (&rows)[kRows], const Begin& begin, const Body& body,
+                                   const End& end) {
+    if constexpr (kPaired) {
+      Elements elements[kRows];  // copies, as in each()
+      for (int r = 0; r < kRows; ++r) elements[r] = rows[r].elements();
+      alignas(64) T slots[kRows][sizeof...(Views)][kPack];
+      APEX_VECTORIZE
+      for (int word = 0; word < kPack / 2; ++word) {
+        auto even_state = begin(word), odd_state = begin(word + kPack / 2);
+        const T even_shared[] = {read_shared<Views, false>(elements[0].sources[I], word)...};
+        const T odd_shared[] = {read_shared<Views, true>(elements[0].sources[I], word)...};
+        each_number<kRows>([&](auto row) __attribute__((always_inline)) {
+          const Elements& of_row = elements[row];
+          T even[] = {is_shared_v<Views> ? even_shared[I]
+                                         : read_own<Views, false>(of_row.sources[I], word)...};
+          T odd[] = {is_shared_v<Views> ? odd_shared[I]
+                                        : read_own<Views, true>(of_row.sources[I], word)...};
+          body(even_state, even[I]...);
+          body(odd_state, odd[I]...);
+          (write_word<Views>(static_cast<BFloat16*>(of_row.targets[I]), slots[row][I], word,
+                             even[I], odd[I]),
+           ...);
+        });
+        end(word, even_state);
+        end(word + kPack / 2, odd_state);
+      }
+      for (int r = 0; r < kRows; ++r) (rows[r].template round_slots<I, Views>(slots[r][I]), ...);
+    } else {
+      APEX_VECTORIZE
+      for (int lane = 0; lane < kPack; ++lane) {
+        auto state = begin(lane);
+        const T shared[] = {is_shared_v<Views> ? rows[0].template read<I, Views>(lane) : T(0)...};
+        each_number<kRows>([&](auto row) __attribute__((always_inline)) {
+          LanesOf& lanes = rows[row];
+          T values[] = {is_shared_v<Views> ? shared[I] : lanes.template read<I, Views>(lane)...};
+          body(state, values[I]...);
+          (lanes.template write<I, Views>(lane, values[I]), ...);
+        });
+        end(lane, state);
+      }
+    }
+  }
+
+  // Whether lanes are taken in pairs; see pairs_cpu.h. What several rows share may be floats, whose
+  // order costs each row little.
+  template <class View>
+  static constexpr bool kPairs =
+      !is_ahead_v<View> &&
+      (std::is_same_v<typename View::storage, BFloat16> ||
+       (kOfRows && is_shared_v<View> && std::is_same_v<typename View::storage, float>));
+  static constexpr bool kPaired = std::is_same_v<T, float> && (kPairs<Views> && ...);
 
   void done() { (drain<I, Views>(), ...); }
 
@@ -130,6 +189,25 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   APEX_HD static T read_half(const BFloat16* source, int word) {
     if constexpr (!View::kRead) return T(0);
     return half_of_word<kOdd>(source, word);
+  }
+
+  // Where a row of bfloat16 elements is read and written.
+  struct Elements {
+    const void* sources[sizeof...(Views)];
+    void* targets[sizeof...(Views)];
+  };
+  APEX_HD Elements elements() const { return {{source<I, Views>()...}, {target<I, Views>()...}}; }
+
+  // Of a word, an element that rows share, or that a row has alone.
+  template <class View, bool kOdd>
+  APEX_HD static T read_shared(const void* source, int word) {
+    if constexpr (!is_shared_v<View>) return T(0);
+    return convert<T>(static_cast<const typename View::storage*>(source)[2 * word + kOdd]);
+  }
+  template <class View, bool kOdd>
+  APEX_HD static T read_own(const void* source, int word) {
+    if constexpr (is_shared_v<View>) return T(0);
+    return read_half<View, kOdd>(static_cast<const BFloat16*>(source), word);
   }
 
   template <class View>
@@ -180,6 +258,9 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
   template <size_t K, class View>
   APEX_HD void drain() {
     if constexpr (View::kWritten && kBuffered<View, T>) {
+      if constexpr (kStreamsPacks<typename View::storage>) {
+        if (streamed_[K]) return stream_pack(source<K, View>(), buffers_[K]);
+      }
       store_pack(target<K, View>(), buffers_[K]);
     }
     if constexpr (View::kWritten && !kBySlot<View>) {
@@ -224,7 +305,9 @@ class LanesOf<T, std::index_sequence<I...>, Views...> {
 };
 
 template <class T, class... Views>
-using Lanes = LanesOf<T, std::index_sequence_for<Views...>, Views...>;
+using Lanes = LanesOf<T, false, std::index_sequence_for<Views...>, Views...>;
+template <class T, class... Views>
+using LanesOfRows = LanesOf<T, true, std::index_sequence_for<Views...>, Views...>;
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

@@ -10,7 +10,8 @@
 //            row.out(output), x, row.shared(weight));
 //   row.once([&] { means[row.index()] = mean; });
 //
-// row_concepts.h lists what a row offers.
+// row_concepts.h lists what a row offers. A program to which all rows are alike may ask the CPU for
+// several at once, by a constant kRowsAtOnce: see several_rows_cpu.h.
 #pragma once
 
 #include "apex/core/config.h"
@@ -18,7 +19,7 @@
 #if defined(APEX_GPU)
 #include "apex/engine/rowwise_gpu.h"
 #else
-#include "apex/engine/rowwise_cpu.h"
+#include "apex/engine/several_rows_cpu.h"
 #endif
 
 namespace apex {

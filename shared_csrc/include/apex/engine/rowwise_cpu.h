@@ -27,9 +27,17 @@ inline constexpr int kPacksPerRun = 8, kPacksPerFlush = 64;
 // last column.
 APEX_HD int64_t sums_stride(int64_t columns) { return (columns + kPack - 1) / kPack * kPack; }
 
+template <class T, int kCount>
+class SeveralRows;
+
 template <class T>
 class Row {
+  template <class, int>
+  friend class SeveralRows;
+
  public:
+  static constexpr int kRows = 1;
+
   Row(int64_t rows, int64_t columns, T* sums)
       : rows_(rows), width_(columns), columns_(columns), sums_(sums) {}
 
@@ -61,10 +69,7 @@ class Row {
   }
   template <class S>
   WriteView<S> out(S* matrix, int64_t stride) const {
-    constexpr int64_t kBytes = sizeof(S);
-    S* row = matrix + index_ * stride + begin_;
-    int64_t bytes = ((rows_ - 1) * stride + columns_) * kBytes;
-    return {row, stride, can_stream(row, columns_ * kBytes, bytes) && is_backed(matrix, bytes)};
+    return result(matrix, stride, Streaming{});
   }
   template <class S>
   WriteView<S> out(S* matrix) const {
@@ -145,7 +150,7 @@ class Row {
   template <int N, int M, class F, class C, class... Views>
   Array<T, N> sums_and_columns(const F& functor, const C& columns, const Views&... views) {
     if (sums_ == nullptr) return sums<N>(functor, views...);
-    lay_sums_of<Views...>();
+    lay_sums_of<Lanes<T, Views...>, Views...>();
     return pass<M>(std::make_index_sequence<N>{}, functor, columns, views...);
   }
 
@@ -239,7 +244,7 @@ class Row {
   template <int N, class F, class... Views>
   void accumulate(const F& functor, const Views&... views) {
     Lanes<T, Views...> pack(views...);
-    lay_sums_of<Views...>();
+    lay_sums_of<Lanes<T, Views...>, Views...>();
     int64_t column = 0;
     for (; column + kPack <= columns_; column += kPack) {
       pack.at(column);
@@ -335,11 +340,21 @@ class Row {
     return {{static_cast<double>(lanes[I].take())...}};
   }
 
-  // How column sums lie, by slot or in order, that these views are added to.
-  template <class... Views>
+  // How column sums lie, by slot or in order, that these lanes and the ends of their views are
+  // added to.
+  template <class Pack, class... Views>
   void lay_sums_of() {
-    paired_ = Lanes<T, Views...>::kPaired;
+    paired_ = Pack::kPaired;
     paired_end_ = kPairsOfGroups<T, Views...>;
+  }
+
+  template <class S>
+  WriteView<S> result(S* matrix, int64_t stride, Streaming least) const {
+    constexpr int64_t kBytes = sizeof(S);
+    S* row = matrix + index_ * stride + begin_;
+    int64_t bytes = ((rows_ - 1) * stride + columns_) * kBytes;
+    bool streamed = can_stream(row, columns_ * kBytes, bytes, least) && is_backed(matrix, bytes);
+    return {row, stride, streamed};
   }
 
   // Whether a result has pages: its last, which is written last. Asked once, and of one result:
@@ -417,20 +432,6 @@ class Row {
 
 template <class P>
 concept RowProgram = RowProgramOn<P, Row<typename P::value_type>>;
-
-template <class Context, RowProgram Program>
-void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
-  using T = typename Program::value_type;
-  int64_t grain = std::max<int64_t>(1, kRowwiseGrain / std::max<int64_t>(columns, 1));
-  context.parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    Row<T> row(rows, columns, nullptr);
-    for (int64_t index = begin; index < end; ++index) {
-      row.move_to(index);
-      program.row(row);
-    }
-    finish_streams();
-  });
-}
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

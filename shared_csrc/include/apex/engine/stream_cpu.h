@@ -21,12 +21,19 @@ inline constexpr int64_t kStreamedBytes = int64_t{16} << 20;
 // stores.
 inline constexpr int64_t kStreamedRun = 4096;
 
-inline bool can_stream(const void* address, int64_t run, int64_t bytes) {
+struct Streaming {
+  int64_t bytes = kStreamedBytes, run = kStreamedRun;  // at least
+};
+
+// Programs that take several rows at once read two or three operands for a result: half of the size
+// fills the caches, and runs may be shorter. Batch norm in bfloat16 (13 MB) took 0.85 of the time.
+inline constexpr Streaming kStreamingOfRows{kStreamedBytes / 2, kStreamedRun / 4};
+
+inline bool can_stream(const void* address, int64_t run, int64_t bytes, Streaming least = {}) {
 #if defined(__AVX512F__)
-  return bytes >= kStreamedBytes && run >= kStreamedRun &&
-         reinterpret_cast<uintptr_t>(address) % 64 == 0;
+  return bytes >= least.bytes && run >= least.run && reinterpret_cast<uintptr_t>(address) % 64 == 0;
 #else
-  (void)address, (void)run, (void)bytes;
+  (void)address, (void)run, (void)bytes, (void)least;
   return false;
 #endif
 }
@@ -59,6 +66,23 @@ APEX_HD void stream_bytes(void* target, const void* source) {
   (void)target, (void)source;
 #endif
 }
+
+// Whether packs of a storage type are streamed as they are rounded: from memory, two or four stores
+// would be read by one load, which waits for them (1.2 times the time of batch norm in float16).
+template <class S>
+inline constexpr bool kStreamsPacks =
+#if defined(__AVX512F__)
+    std::is_same_v<S, Half>;
+
+template <int N>
+APEX_HD void stream_pack(Half* target, const float (&values)[N]) {
+  for (int i = 0; i < N; i += 32) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), to_line_of_halves(values, i));
+  }
+}
+#else
+    false;
+#endif
 
 // Streamed stores become visible to other threads.
 inline void finish_streams() {

@@ -18,13 +18,14 @@ inline namespace APEX_BACKEND_NS {
 // p of the file's comment; with or without z.
 template <class T, class... Z>
 APEX_HD T preactivation(T mean, T inv_std, T weight, T bias, T x, Z... z) {
-  return (((x - mean) * inv_std * weight + bias) + ... + z);
+  return (((x - mean) * (inv_std * weight) + bias) + ... + z);
 }
 
 template <class X, bool kChannelLast>
 struct BatchNormForward {
   using value_type = compute_t<X>;
   using T = value_type;
+  static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
   Layout<kChannelLast> layout;
   Array<const T*, 4> parameters;  // mean, inv_std, weight, bias; each [channels]
@@ -52,6 +53,7 @@ template <class X, bool kChannelLast>
 struct ReluBackward {
   using value_type = compute_t<X>;
   using T = value_type;
+  static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
   Layout<kChannelLast> layout;
   Array<const T*, 4> parameters;  // mean, inv_std, weight, bias; each [channels]
@@ -63,7 +65,7 @@ struct ReluBackward {
   template <class R>
   APEX_HD void row(R& row) const {
     auto mask = [](T& masked, T mean, T inv_std, T weight, T bias, T dy, auto... inputs) {
-      masked = preactivation(mean, inv_std, weight, bias, inputs...) <= T(0) ? T(0) : dy;
+      masked = zero_where(preactivation(mean, inv_std, weight, bias, inputs...) <= T(0), dy);
     };
     if (z) {
       layout.each(row, parameters, mask, row.out(masked), row.in(dy), row.in(x), row.in(z));
@@ -77,6 +79,7 @@ template <class X, bool kChannelLast>
 struct BatchNormBackward {
   using value_type = compute_t<X>;
   using T = value_type;
+  static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
   Layout<kChannelLast> layout;
   Array<const T*, 5> parameters;  // mean, inv_std, weight, sum_dy, sum_dy_xmu; each [channels]

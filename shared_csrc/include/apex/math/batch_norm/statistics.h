@@ -107,7 +107,7 @@ template <class X>
 struct ColumnGradSums {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kSums = 2;
+  static constexpr int kSums = 2, kRowsAtOnce = 2;
 
   const X* dy;    // [rows, columns]
   const X* x;     // [rows, columns]

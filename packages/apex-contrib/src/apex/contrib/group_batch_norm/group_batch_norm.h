@@ -35,7 +35,7 @@ template <class X>
 struct BatchNormMoments {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kSums = 2;
+  static constexpr int kSums = 2, kRowsAtOnce = 4;
 
   const X* x;       // [rows, columns]
   const T* pivots;  // [columns]
@@ -87,6 +87,8 @@ struct BatchNormMaskedSums {
   using value_type = compute_t<X>;
   using T = value_type;
   static constexpr int kSums = 2;
+  // Rows of 1,024 floats lie 4 KiB apart: stores of one then delay loads of the other.
+  static constexpr int kRowsAtOnce = sizeof(X) == 2 ? 2 : 1;
 
   const X* dy;  // [rows, columns], as x, y and masked
   const X* x;
@@ -100,7 +102,7 @@ struct BatchNormMaskedSums {
   APEX_HD void column_sums(R& row) const {
     row.template accumulate<kSums>(
         [](Array<T, 2>& sums, T& masked, T dy, T y, T x, T mean) {
-          masked = y <= T(0) ? T(0) : dy;
+          masked = zero_where(y <= T(0), dy);
           sums[0] += masked;
           sums[1] += masked * (x - mean);
         },
