@@ -74,23 +74,26 @@ void merge_buffers(const Program& program, S* total, const P* part, int64_t stri
 template <class Program>
 inline constexpr bool kColumnsInRow = requires { requires Program::kColumnsInRow; };
 
-// Adds rows [begin, end), a multiple of those that `row` is, to `totals`, by way of `block`, which
-// is zero before and after.
-template <bool kRows, class Program, class R, class T, class S>
-void add_rows(R& row, int64_t begin, int64_t end, const Program& program, T* block, S* totals) {
+// Adds rows [begin, end) of `rows` to `totals`, by way of `block`, which is zero before and after.
+template <bool kRows, class Program, class T, class S>
+void add_rows(int64_t rows, int64_t columns, int64_t begin, int64_t end, const Program& program,
+              T* block, S* totals) {
   constexpr int N = Program::kSums;
-  static_assert(kRowsPerMerge<Program, T> % R::kRows == 0);
-  const int64_t columns = row.columns(), stride = sums_stride(columns);
-  for (int64_t index = begin; index < end;) {
-    row.move_to(index);
-    if constexpr (kRows) program.row(row);
-    if constexpr (!kRows || !kColumnsInRow<Program>) program.column_sums(row);
-    index += R::kRows;
-    if ((index - begin) % kRowsPerMerge<Program, T> != 0 && index != end) continue;
-    row.order_sums(N);
-    merge_buffers(program, totals, block, stride, 0, columns);
-    std::fill_n(block, N * stride, T(0));
-  }
+  const int64_t stride = sums_stride(columns);
+  auto add = [&]<class R>(R& row, int64_t first, int64_t last) __attribute__((always_inline)) {
+    static_assert(kRowsPerMerge<Program, T> % R::kRows == 0);
+    for (int64_t index = first; index < last;) {
+      row.move_to(index);
+      if constexpr (kRows) program.row(row);
+      if constexpr (!kRows || !kColumnsInRow<Program>) program.column_sums(row);
+      index += R::kRows;
+      if ((index - first) % kRowsPerMerge<Program, T> != 0 && index != last) continue;
+      row.order_sums(N);
+      merge_buffers(program, totals, block, stride, 0, columns);
+      std::fill_n(block, N * stride, T(0));
+    }
+  };
+  by_rows_at_once<Program>(rows, columns, block, begin, end, add);
 }
 
 template <bool kRows, class Context, class Program>
@@ -107,15 +110,8 @@ void run_colwise(const Context& context, int64_t rows, int64_t columns, const Pr
   context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     auto block = zero_sums<T>(N * stride);
     for (int64_t part = first; part < last; ++part) {
-      int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-      if constexpr (constexpr int kCount = kRowsAtOnce<Program>; !kRows && kCount > 1) {
-        SeveralRows<T, kCount> several(rows, columns, block.get());
-        int64_t whole = end - (end - begin) % kCount;
-        add_rows<false>(several, begin, whole, program, block.get(), totals_of(part));
-        begin = whole;
-      }
-      Row<T> row(rows, columns, block.get());
-      add_rows<kRows>(row, begin, end, program, block.get(), totals_of(part));
+      add_rows<kRows>(rows, columns, rows * part / parts, rows * (part + 1) / parts, program,
+                      block.get(), totals_of(part));
     }
     finish_streams();
   });

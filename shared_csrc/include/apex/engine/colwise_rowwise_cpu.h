@@ -109,18 +109,13 @@ class SampleMatrices {
 
   void add_part(const Program& program, int64_t sample, int64_t part, T* block,
                 double* totals) const {
-    Row<T> row(samples_ * rows_, columns_, block);
     const int64_t first = sample * rows_;
-    add_rows<false>(row, first + rows_ * part / parts_, first + rows_ * (part + 1) / parts_,
-                    program, block, totals);
+    add_rows<false>(samples_ * rows_, columns_, first + rows_ * part / parts_,
+                    first + rows_ * (part + 1) / parts_, program, block, totals);
   }
 
   void run_rows(const Program& program, int64_t begin, int64_t end) const {
-    Row<T> row(samples_ * rows_, columns_, nullptr);
-    for (int64_t index = begin; index < end; ++index) {
-      row.move_to(index);
-      program.row(row);
-    }
+    apex::run_rows(samples_ * rows_, columns_, begin, end, program);
   }
 
   int64_t samples_, rows_, columns_, stride_, parts_;

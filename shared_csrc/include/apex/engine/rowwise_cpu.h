@@ -294,8 +294,14 @@ class Row {
   [[gnu::noinline]] static void each_of_end(int64_t column, int count, const F& functor,
                                             const Views... views) {
     const F own = functor;
-    each_of_tail<T>(
-        column, count, [&](const TailLane&, auto&... values) { own(values...); }, views...);
+    auto body = [&](const TailLane&, auto&... values) { own(values...); };
+    // Of two groups, one would be empty; and what masks leave out is fetched all the same: rows of
+    // 16 columns, picked at random, took three times the time.
+    if (kPairsOfGroups<T, Views...> && count <= kGroup) {
+      each_in_order<T>(column, count, body, views...);
+    } else {
+      each_of_tail<T>(column, count, body, views...);
+    }
   }
 
   template <class F, class... Views>
