@@ -51,4 +51,14 @@ std::vector<S> random_values(int64_t count) {
   return values;
 }
 
+// What main() returns: calls test<S>() for the storage types, and says how many checks failed.
+template <class F>
+int test_each_storage(const F& test) {
+  test.template operator()<float>();
+  test.template operator()<Half>();
+  test.template operator()<BFloat16>();
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}
+
 }  // namespace

@@ -205,9 +205,5 @@ void test_all() {
 }  // namespace
 
 int main() {
-  test_all<float>();
-  test_all<Half>();
-  test_all<BFloat16>();
-  std::printf("%d failures\n", failures);
-  return failures == 0 ? 0 : 1;
+  return test_each_storage([]<class S>() { test_all<S>(); });
 }

@@ -86,9 +86,5 @@ void run_all() {
 }  // namespace
 
 int main() {
-  run_all<float>();
-  run_all<Half>();
-  run_all<BFloat16>();
-  std::printf("%d failures\n", failures);
-  return failures != 0;
+  return test_each_storage([]<class S>() { run_all<S>(); });
 }
