@@ -39,8 +39,8 @@ Tensor float16_product(const std::optional<Tensor>& added, const Tensor& a, cons
   int64_t dims = a.dim();
   check((dims == 2 || dims == 3) && b.dim() == dims && a.size(dims - 1) == b.size(dims - 2) &&
             (dims == 2 || a.size(0) == b.size(0)),
-        op, ": a and b must be [M, K] and [K, N], or [batch, M, K] and [batch, K, N]; got ",
-        describe(a), " and ", describe(b), ".");
+        op, ": these shapes cannot be multiplied; a and b must be [M, K] and [K, N], or ",
+        "[batch, M, K] and [batch, K, N], got ", describe(a), " and ", describe(b), ".");
   for (const Tensor* operand : {&a, &b, added ? &*added : &a}) {
     check(operand->scalar_type() == ScalarType::Half, op,
           ": added, a and b must be float16; one of them is ", describe(*operand), ".");
