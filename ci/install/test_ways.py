@@ -24,7 +24,7 @@ def test_from_the_sdist(place):
     place.install(sdist(), **NO_COMPILER)
     assert not brings_kernels(place)
     assert runs(place.execute(AN_OP))
-    assert "multi_tensor  cpu   cached: " in succeeded(place.doctor()).stdout
+    assert "multi_tensor cpu cached: " in " ".join(succeeded(place.doctor()).stdout.split())
 
 
 def test_kernels_that_are_demanded_and_cannot_be_built(place):
