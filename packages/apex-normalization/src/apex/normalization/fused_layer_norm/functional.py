@@ -121,24 +121,9 @@ def fused_layer_norm_affine(
         )
         if y is not None:
             return y
-    return affine_layer_norm_of_kernels(
-        input, weight, bias, normalized_shape, eps, memory_efficient, zero_centered_gamma
-    )
-
-
-def affine_layer_norm_of_kernels(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    zero_centered_gamma: bool,
-) -> Tensor:
-    """:func:`fused_layer_norm_affine` where torch's is not the faster one."""
     input, weight, bias = autocast(input, weight, bias)
     name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
-    return run_layer_norm(name, input, weight, bias, shape, eps, *options)
+    return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
 
 def fused_layer_norm(

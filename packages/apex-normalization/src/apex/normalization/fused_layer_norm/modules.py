@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._shared.native.operands import autocast
 from . import native
 from .checks import as_shape, check_eps, mixed_options
 from .functional import (
-    affine_layer_norm_of_kernels,
     fused_layer_norm,
     fused_layer_norm_affine,
     fused_rms_norm,
     fused_rms_norm_affine,
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
+    run_layer_norm,
 )
 
 Shape = int | Sequence[int]
@@ -198,8 +199,9 @@ class FusedLayerNorm(_Norm):
             if y is not None:
                 return y
             if weight is not None and type(input) is Tensor:  # what torch.fx records is none
-                options = (shape, eps, efficient, centered)
-                return affine_layer_norm_of_kernels(input, weight, bias, *options)
+                name, options = "fused_layer_norm_affine", (efficient, False, centered)
+                operands = autocast(input, weight, bias)
+                return run_layer_norm(name, *operands, shape, eps, *options)
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
         return fused_layer_norm_affine(
