@@ -16,7 +16,7 @@ def assert_no_failures(program, **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
