@@ -75,12 +75,13 @@ def test_infinities_and_nans_stay_in_their_rows():
     assert y[4].isnan().all()
 
 
+WRONG_SHAPES = "cannot be multiplied; a and b must be"
 WRONG_DTYPE = "must be float16; one of them is .*float32"
 MATRIX = torch.ones(2, 3, dtype=half)
 REFUSALS = {
-    "terms": ("a and b must be", (None, MATRIX, MATRIX)),
-    "dimensions": ("a and b must be", (None, MATRIX, MATRIX[0])),
-    "batches": ("a and b must be", (None, MATRIX.expand(2, 2, 3), MATRIX.mT.expand(3, 3, 2))),
+    "terms": (WRONG_SHAPES, (None, MATRIX, MATRIX)),
+    "dimensions": (WRONG_SHAPES, (None, MATRIX, MATRIX[0])),
+    "batches": (WRONG_SHAPES, (None, MATRIX.expand(2, 2, 3), MATRIX.mT.expand(3, 3, 2))),
     "dtype": (WRONG_DTYPE, (None, MATRIX, MATRIX.mT.float())),
     "dtype of what is added": (WRONG_DTYPE, (MATRIX[0, :2].float(), MATRIX, MATRIX.mT)),
     "shape of what is added": ("added must be expandable", (MATRIX[0], MATRIX, MATRIX.mT)),

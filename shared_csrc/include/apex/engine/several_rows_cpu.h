@@ -11,9 +11,9 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// How many rows a program takes at once on the CPU. With
+// How many rows a program takes at once on the CPU. One that says
 //   static constexpr int kRowsAtOnce = 2;
-// it does with a row but in(), out() and shared(), and each() or accumulate().
+// may call columns(), in(), out(), shared(), each() and accumulate() of a row, and nothing else.
 template <class Program>
 inline constexpr int kRowsAtOnce = 1;
 template <class Program>
