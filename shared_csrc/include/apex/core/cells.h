@@ -24,6 +24,7 @@ struct Cells {
     int64_t batch, t, u;
     Sample sample;
     bool is_inside;
+    int64_t alike = 1;  // how many rows from this one on are of its frame, and inside or not as it
   };
 
   APEX_HD Sample sample(int64_t b) const {
@@ -53,7 +54,9 @@ struct Cells {
     const Sample s = sample(b);
     if (!s.is_valid || row < s.start) return {};
     if (ends != nullptr) t = divide(row - s.start, s.stride, u);
-    return {b, t, u, s, t < s.frames && u < s.width};
+    const bool is_inside = t < s.frames && u < s.width;
+    const int64_t alike = is_inside ? s.width - u : ends == nullptr ? width - u : 1;
+    return {b, t, u, s, is_inside, alike};
   }
 };
 

@@ -98,13 +98,24 @@ APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool b
 
 // Whether groups of lanes are taken two at a time, as the even and the odd elements of as many
 // words. Without masks for 16 bits, an incomplete group is copied first, and that takes longer.
-template <class T, class... Views>
-inline constexpr bool kPairsOfGroups =
+template <class View>
+inline constexpr bool kIsPairable =
+    std::is_same_v<typename View::storage, BFloat16> && !is_ahead_v<View>;
 #if defined(__AVX512BW__)
+template <class T, class... Views>
+inline constexpr bool kPairsOfGroups = std::is_same_v<T, float> && (kIsPairable<Views> && ...);
+// The same for runs: what they share may be floats, which are put by slot once for many of them.
+template <class T, class... Views>
+inline constexpr bool kPairsOfRuns =
     std::is_same_v<T, float> &&
-    ((std::is_same_v<typename Views::storage, BFloat16> && !is_ahead_v<Views>) && ...);
+    ((kIsPairable<Views> ||
+      (is_shared_v<Views> && std::is_same_v<typename Views::storage, float>)) &&
+     ...);
 #else
-    false;
+template <class T, class... Views>
+inline constexpr bool kPairsOfGroups = false;
+template <class T, class... Views>
+inline constexpr bool kPairsOfRuns = false;
 #endif
 
 #if defined(__AVX512BW__)
@@ -119,6 +130,19 @@ APEX_HD void load_pairs(const BFloat16* source, float* even, float* odd, int cou
   __m512i words = _mm512_maskz_loadu_epi16(pairs_mask(count), source);
   _mm512_storeu_si512(even, _mm512_maskz_slli_epi32(kAll, words, 16));
   _mm512_storeu_si512(odd, _mm512_and_si512(words, _mm512_set1_epi32(0xffff0000)));
+}
+
+APEX_HD void load_pairs(const float* source, float* even, float* odd, int count) {
+  alignas(64) static constexpr int kEven[] = {0,  2,  4,  6,  8,  10, 12, 14,
+                                              16, 18, 20, 22, 24, 26, 28, 30};
+  alignas(64) float lower[kGroup], upper[kGroup];
+  load_group(source, lower, count);
+  load_group(source + kGroup, upper, count > kGroup ? count - kGroup : 0);
+  __m512 first = _mm512_load_ps(lower), second = _mm512_load_ps(upper);
+  __m512i places = _mm512_load_si512(kEven);
+  _mm512_storeu_ps(even, _mm512_permutex2var_ps(first, places, second));
+  places = _mm512_add_epi32(places, _mm512_set1_epi32(1));
+  _mm512_storeu_ps(odd, _mm512_permutex2var_ps(first, places, second));
 }
 
 // A float as to_bfloat16() rounds it, in the upper half of its word; the lower one is of no use.

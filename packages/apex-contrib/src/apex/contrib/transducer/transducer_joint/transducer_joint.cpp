@@ -77,17 +77,22 @@ Tensor forward(const Tensor& f, const Tensor& g, const Tensor& f_len, const Tens
   if (ends) sizes = {cells.rows, columns};
   const uint8_t* mask = mask_of(op, keep, cells.rows * columns, f);
   Tensor h = empty(f, sizes, f.scalar_type());
+  // On a CPU a thread takes all labels of a frame, which are short rows; a GPU needs the rows.
+  const int64_t cells_in_row = f.is_cpu() && cells.width > 0 ? cells.width : 1;
   Context context(f);
   dispatch_floating(op, f.scalar_type(), [&]<class S>() {
     using T = compute_t<S>;
     TransducerJointForward<S> program{cells,
+                                      columns,
                                       data<S>(f, "f"),
                                       data<S>(g, "g"),
                                       mask,
                                       data<S>(h, "h"),
                                       relu ? T(0) : -std::numeric_limits<T>::infinity(),
-                                      static_cast<T>(scale)};
-    rowwise(context, cells.rows, columns, program);
+                                      static_cast<T>(scale),
+                                      cells_in_row};
+    const int64_t rows = (cells.rows + cells_in_row - 1) / cells_in_row;
+    rowwise(context, rows, cells_in_row * columns, program);
   });
   return h;
 }

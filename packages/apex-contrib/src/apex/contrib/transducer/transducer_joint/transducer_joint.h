@@ -14,6 +14,7 @@ struct TransducerJointForward {
   using T = value_type;
 
   Cells cells;
+  int64_t columns;
   const S* f;           // [batch, frames, columns]
   const S* g;           // [batch, width, columns]
   const uint8_t* keep;  // [rows, columns], or null: all are kept
@@ -21,29 +22,47 @@ struct TransducerJointForward {
   T lowest;             // 0 with ReLU, else -inf
   T scale;              // 1 / (1 - p)
 
+  int64_t cells_in_row;  // of the engine
+
   template <class R>
   APEX_HD void row(R& row) const {
-    const Cells::Cell cell = cells.cell(row.index());
-    if (!cell.is_inside) return row.each([](T& h) { h = T(-1); }, row.out(h));
-    const int64_t columns = row.columns();
-    auto of_f = row.from(f + (cell.batch * cells.frames + cell.t) * columns);
-    auto of_g = row.from(g + (cell.batch * cells.width + cell.u) * columns);
+    const auto one = row.within(0, columns);
+    const int64_t begin = row.index() * cells_in_row, left = cells.rows - begin;
+    const int64_t end = begin + (left < cells_in_row ? left : cells_in_row);
+    for (int64_t first = begin; first < end;) {
+      const Cells::Cell cell = cells.cell(first);
+      const int64_t count = end - first < cell.alike ? end - first : cell.alike;
+      join(one, cell, first, count);
+      first += count;
+    }
+  }
+
+ private:
+  // Cells `first` to `first + count`, of which `cell` is the first; all are inside, or none.
+  template <class R>
+  APEX_HD void join(const R& row, const Cells::Cell& cell, int64_t first, int64_t count) const {
+    auto to_h = row.to(h + first * columns, columns);
+    if (!cell.is_inside) return row.each_of(count, [](T& h) { h = T(-1); }, to_h);
+    auto of_f = row.shared(f + (cell.batch * cells.frames + cell.t) * columns);
+    auto of_g = row.from(g + (cell.batch * cells.width + cell.u) * columns, columns);
     const T low = lowest, by = scale;
     if (keep == nullptr) {
-      return row.each(
+      return row.each_of(
+          count,
           [=](T& h, T f, T g) {
             const T sum = f + g;
             h = sum < low ? low : sum;  // NaN stays
           },
-          row.out(h), of_f, of_g);
+          to_h, of_f, of_g);
     }
-    row.each(
+    row.each_of(
+        count,
         [=](T& h, T f, T g, T keep) {
           const T sum = f + g;
           const T kept = (sum < low ? low : sum) * by;
           h = keep != T(0) ? kept : T(0);
         },
-        row.out(h), of_f, of_g, row.in(keep));
+        to_h, of_f, of_g, row.from(keep + first * columns, columns));
   }
 };
 
