@@ -1,5 +1,6 @@
-// Rows seen through a window, rows at addresses of their own, several runs of the same columns, and
-// sums that write, on the CPU, against plain loops; exits non-zero with a line per mismatch.
+// Rows seen through a window, rows at addresses of their own, several runs of the same columns,
+// sums that write, and terms that are kept, on the CPU, against plain loops; exits non-zero with a
+// line per mismatch.
 #include "apex/engine/rowwise.h"
 #include "checks.h"
 
@@ -139,9 +140,61 @@ void test_large_runs() {
   }
 }
 
+// y = (x + 1) / sum(x + 1) over columns [begin, end) of a row, by terms that are kept; sum is that
+// sum in the same columns, and twice is 2 * x.
+template <class S>
+struct ShareOfTerms {
+  using value_type = compute_t<S>;
+  static constexpr bool kKeepsTerms = true;
+  const S* x;
+  S *y, *sums, *twice;
+  int64_t begin, end;
+
+  template <class R>
+  void row(R& row) const {
+    using T = value_type;
+    const auto window = row.within(begin, end);
+    auto use = [&](T sum, const auto& each_term) {
+      each_term([sum](T& y, T term) { y = term / sum; }, window.out(y));
+      each_term([sum](T& whole, T& twice, T x, T) { whole = sum, twice = 2 * x; }, window.out(sums),
+                window.out(twice), window.in(x));
+    };
+    window.with_terms([](T x) { return x + 1; }, use, window.in(x));
+  }
+};
+
+template <class S>
+void test_terms(int64_t columns, int64_t begin, int64_t end) {
+  using T = compute_t<S>;
+  const int64_t rows = 7;
+  const auto x = random_values<S>(rows * columns);
+  std::vector<S> y(x.size()), sums(x.size()), twice(x.size());
+  rowwise(Threads{2}, rows, columns,
+          ShareOfTerms<S>{x.data(), y.data(), sums.data(), twice.data(), begin, end});
+  const std::string where = "terms of " + std::to_string(columns) + " [" + std::to_string(begin) +
+                            ", " + std::to_string(end) + ")";
+  for (int64_t r = 0; r < rows; ++r) {
+    double sum = 0;
+    for (int64_t c = begin; c < end; ++c) sum += convert<T>(x[r * columns + c]) + 1;
+    const double unit = sizeof(S) == 2 ? 0.01 : 1e-5;
+    for (int64_t i = r * columns, c = 0; c < columns; ++c, ++i) {
+      const bool inside = c >= begin && c < end;
+      const double value = convert<T>(x[i]);
+      expect_near(convert<T>(y[i]), inside ? (value + 1) / sum : 0, unit, "share, " + where);
+      expect_near(convert<T>(sums[i]), inside ? sum : 0, unit * sum, "sum, " + where);
+      expect_near(convert<T>(twice[i]), inside ? 2 * value : 0, unit, "beside, " + where);
+    }
+  }
+}
+
 template <class S>
 void test_all() {
   test_all_runs<S>();
+  for (int64_t columns : {1, 16, 63, 64, 65, 200}) {
+    for (int64_t begin : {0, 1, 64}) {
+      if (begin <= columns) test_terms<S>(columns, begin, columns);
+    }
+  }
   test_large_runs<S>();
   for (int threads : {1, 3}) {
     for (int64_t columns : {1, 16, 63, 64, 65, 200}) {

@@ -1,9 +1,6 @@
 // Column programs on the CPU, alone or in the same pass as a row program.
 #pragma once
 
-#include <memory>
-#include <new>
-
 #include "apex/engine/several_rows_cpu.h"
 
 namespace apex {
@@ -30,19 +27,6 @@ using Total = std::conditional_t<HasMerge<Program, T>, T, double>;
 // for 2 % of the time. Where totals are no wider than the buffer, each merge costs digits as well.
 template <class Program, class T>
 inline constexpr int64_t kRowsPerMerge = HasMerge<Program, T> ? 128 : 32;
-
-// Running sums begin with a cache line. Where operator new put them, about every other process had
-// each of its stores cross two lines: LayerNorm's backward then took 1.3 times as long.
-inline constexpr std::align_val_t kSumsAlignment{64};
-
-struct DeleteSums {
-  void operator()(void* sums) const { ::operator delete[](sums, kSumsAlignment); }
-};
-
-template <class T>
-std::unique_ptr<T[], DeleteSums> zero_sums(int64_t count) {
-  return std::unique_ptr<T[], DeleteSums>(new (kSumsAlignment) T[count]());
-}
 
 // One column's numbers of `from`, which is [N, stride].
 template <class T, int N, class S>

@@ -35,6 +35,10 @@ struct RowNumbersProbe {
   template <int N, class T>
   APEX_HD void fill(uint64_t, T (&)[N]) const {}
 };
+struct RowTermsProbe {
+  template <class T, class EachTerm>
+  APEX_HD void operator()(T, const EachTerm&) const {}
+};
 struct RowOnceProbe {
   APEX_HD void operator()() const {}
 };
@@ -71,6 +75,7 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
   {
     row.template fold<2>(two, RowFoldProbe<T, 2>{}, RowFoldProbe<T, 2>{}, row.in(matrix))
   } -> std::same_as<Array<T, 2>>;
+  row.with_terms(RowProbe<T, 1>{}, RowTermsProbe{}, row.in(matrix));  // a sum, and its terms again
   // sums, and in the same pass on the CPU what accumulate() does
   row.template sums_and_columns<2, 2>(RowProbe<T, 2>{}, RowFoldProbe<T, 2>{}, row.in(matrix));
   row.each(RowWriteProbe<T>{}, row.out(result), row.in(matrix));

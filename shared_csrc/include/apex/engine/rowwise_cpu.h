@@ -46,6 +46,8 @@ class Row {
   int64_t columns() const { return columns_; }
   // Where column sums are added from now on.
   void set_sums(T* sums) { sums_ = sums; }
+  // Where with_terms() keeps them.
+  void set_terms(T* terms) { terms_ = terms; }
 
   // The same row, of which only columns [begin, end) are seen: it begins at the first of them. It
   // has no column sums.
@@ -144,6 +146,20 @@ class Row {
   template <int N, class F, class... Views>
   Array<T, N> sums(const F& functor, const Views&... views) const {
     return pass<0>(std::make_index_sequence<N>{}, functor, nullptr, views...);
+  }
+
+  // use(sum of term(values...), each_term), where each_term(functor, others...) is an each() whose
+  // functor gets numbers of one view or three, and behind them the term. Terms are kept, and the
+  // program must say kKeepsTerms = true for that: an exp takes longer than a store.
+  template <class F, class Use, class... Views>
+  void with_terms(const F& term, const Use& use, const Views&... views) const {
+    T* kept = terms_;
+    const T total =
+        sum([&](T& of_column, const auto&... values) { return of_column = term(values...); },
+            WriteView<T>{kept}, views...);
+    use(total, [&](const auto& functor, const auto&... others) {
+      each(functor, others..., SharedView<T>{{kept}});
+    });
   }
 
   // sums<N>(), and in the same pass accumulate<M>() with `columns`, where column sums are wanted.
@@ -431,6 +447,7 @@ class Row {
   int64_t index_ = 0, rows_;
   int64_t width_, begin_ = 0, columns_;  // of the operands, and of the window that is seen
   T* sums_;                              // [kSums, sums_stride(columns)] of this thread, or null
+  T* terms_ = nullptr;                   // [columns] of this thread, or null
   bool paired_ = false, paired_end_ = false;  // sums of whole packs lie by slot, and behind them
   Backing own_backing_;
   Backing* backing_ = &own_backing_;  // windows keep that of the row that they are part of

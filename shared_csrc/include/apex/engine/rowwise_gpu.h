@@ -128,6 +128,23 @@ class Row {
     return totals;
   }
 
+  // As on the CPU, but terms are computed again: keeping them would take memory of the block.
+  template <class F, class Use, class... Views>
+  APEX_DEVICE void with_terms(const F& term, const Use& use, const Views&... views) const {
+    use(sum(term, views...), [&](const auto& functor, const auto&... others) {
+      if constexpr (sizeof...(others) == 1) {
+        auto of_one = [&](T& a, auto&... values) { functor(a, term(values...)); };
+        each(of_one, others..., views...);
+      } else {
+        static_assert(sizeof...(others) == 3);
+        auto of_three = [&](T& a, T& b, T& c, auto&... values) {
+          functor(a, b, c, term(values...));
+        };
+        each(of_three, others..., views...);
+      }
+    });
+  }
+
   // On a GPU the column sums have a launch of their own.
   template <int N, int M, class F, class C, class... Views>
   APEX_DEVICE Array<T, N> sums_and_columns(const F& functor, const C&,

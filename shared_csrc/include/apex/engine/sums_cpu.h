@@ -1,6 +1,8 @@
 // Sums over packs of lanes on the CPU, kept in registers.
 #pragma once
 
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "apex/core/pack.h"
@@ -15,6 +17,19 @@ inline constexpr int kRegisterBytes = 32;
 #else
 inline constexpr int kRegisterBytes = 16;
 #endif
+
+// Running sums begin with a cache line. Where operator new put them, about every other process had
+// each of its stores cross two lines: LayerNorm's backward then took 1.3 times as long.
+inline constexpr std::align_val_t kSumsAlignment{64};
+
+struct DeleteSums {
+  void operator()(void* sums) const { ::operator delete[](sums, kSumsAlignment); }
+};
+
+template <class T>
+std::unique_ptr<T[], DeleteSums> zero_sums(int64_t count) {
+  return std::unique_ptr<T[], DeleteSums>(new (kSumsAlignment) T[count]());
+}
 
 template <class T, int N>
 struct VectorOf {

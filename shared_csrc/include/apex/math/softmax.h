@@ -10,30 +10,39 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// exp(score - largest) * inverse, of the operands that give a score.
-template <class T, class Score>
-struct Softmax {
-  Score score;
-  T largest, inverse;
+// Softmax of score(values...) over what a row sees: use(inverse, each_term) with each_term as of
+// Row::with_terms(); a term times `inverse` is the softmax. That is 0 unless is_seen(largest
+// score).
+template <class T, class R, class Score, class IsSeen, class Use, class... Views>
+APEX_HD void with_softmax(const R& row, const Score& score, const IsSeen& is_seen, const Use& use,
+                          const Views&... views) {
+  const T largest = row.max(score, views...);
+  row.with_terms(
+      [score, largest](const auto&... values) {
+        return exponential_no_overflow(score(values...) - largest);
+      },
+      [&](T sum, const auto& each_term) { use(is_seen(largest) ? T(1) / sum : T(0), each_term); },
+      views...);
+}
 
-  template <class... Values>
-  APEX_HD T term(const Values&... values) const {
-    return exponential_no_overflow(score(values...) - largest);
-  }
-  template <class... Values>
-  APEX_HD T operator()(const Values&... values) const {
-    return term(values...) * inverse;
+// The same, written to `y`.
+template <class T, class R, class Y, class Score, class IsSeen, class... Views>
+APEX_HD void write_softmax(const R& row, const Y& y, const Score& score, const IsSeen& is_seen,
+                           const Views&... views) {
+  with_softmax<T>(
+      row, score, is_seen,
+      [&](T inverse, const auto& each_term) {
+        each_term([inverse](T& y, T term) { y = term * inverse; }, y);
+      },
+      views...);
+}
+
+struct Always {
+  template <class T>
+  APEX_HD bool operator()(T) const {
+    return true;
   }
 };
-
-// The softmax of score(values...) over what a row sees, from two passes; a third one writes it.
-template <class T, class R, class Score, class... Views>
-APEX_HD Softmax<T, Score> softmax_of(const R& row, const Score& score, const Views&... views) {
-  Softmax<T, Score> softmax{score, row.max(score, views...), T(1)};
-  auto term = [softmax](const auto&... values) { return softmax.term(values...); };
-  softmax.inverse = 1 / row.sum(term, views...);
-  return softmax;
-}
 
 // dx = factor * y * (dy - sum(y * dy)), where dy = gradient(values...) of the views behind y.
 template <class T, class R, class G, class Result, class Y, class... Views>

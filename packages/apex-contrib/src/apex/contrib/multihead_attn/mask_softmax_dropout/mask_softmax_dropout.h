@@ -48,6 +48,7 @@ template <class S, class M, bool kDropout>
 struct MaskSoftmax {
   using value_type = compute_t<S>;
   static constexpr int kStages = 1;
+  static constexpr bool kKeepsTerms = true;
 
   const S* x;  // [rows, columns]
   Mask<M> mask;
@@ -69,18 +70,18 @@ struct MaskSoftmax {
   template <class R, class... Views>
   APEX_HD void write(R& row, const Views&... views) const {
     using T = value_type;
-    const auto softmax = softmax_of<T>(row, MaskedScore<M>{}, views...);
-    if constexpr (kDropout) {
-      const Dropout drop = dropout;
-      auto both = [softmax, drop](T& y, T& dropped, T uniform, const auto&... values) {
-        y = softmax(values...);
-        dropped = drop(y, uniform);
-      };
-      const auto uniform = row.generated(dropout.numbers());
-      row.each(both, row.out(y), row.out(dropped), uniform, views...);
+    if constexpr (!kDropout) {
+      return write_softmax<T>(row, row.out(y), MaskedScore<M>{}, Always{}, views...);
     } else {
-      row.each([softmax](T& y, const auto&... values) { y = softmax(values...); }, row.out(y),
-               views...);
+      const Dropout drop = dropout;
+      auto use = [&](T inverse, const auto& each_term) {
+        auto both = [inverse, drop](T& y, T& dropped, T uniform, T term) {
+          y = term * inverse;
+          dropped = drop(y, uniform);
+        };
+        each_term(both, row.out(y), row.out(dropped), row.generated(drop.numbers()));
+      };
+      with_softmax<T>(row, MaskedScore<M>{}, Always{}, use, views...);
     }
   }
 };

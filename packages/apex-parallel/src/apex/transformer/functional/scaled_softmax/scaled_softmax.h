@@ -32,6 +32,7 @@ template <class S, Scores kScores>
 struct ScaledSoftmax {
   using value_type = compute_t<S>;
   static constexpr int kStages = 1;
+  static constexpr bool kKeepsTerms = true;
 
   const S* x;  // [rows, columns]
   S* y;
@@ -45,8 +46,7 @@ struct ScaledSoftmax {
     const auto seen = row.within(0, visible);
     const auto scores = seen.ahead(seen.stage(0, x));
     // A negative scale turns the order around: the largest is that of the scaled scores.
-    const auto softmax = softmax_of<T>(seen, [factor](T x) { return factor * x; }, scores);
-    seen.each([softmax](T& y, T x) { y = softmax(x); }, seen.out(y), scores);
+    write_softmax<T>(seen, seen.out(y), [factor](T x) { return factor * x; }, Always{}, scores);
     if constexpr (kScores == Scores::kCausal) clear_hidden(row, visible, y);
   }
 };
@@ -56,6 +56,7 @@ template <class S>
 struct MaskedSoftmax {
   using value_type = compute_t<S>;
   static constexpr int kStages = 1;
+  static constexpr bool kKeepsTerms = true;
 
   const S* x;
   const uint8_t* mask;  // not 0: masked
@@ -75,13 +76,12 @@ struct MaskedSoftmax {
       T scaled = factor * x;
       return hidden != T(0) ? T(kMaskedScore) : scaled;
     };
-    auto softmax = softmax_of<T>(row, score, scores, masked);
-    // Only then may all be masked; other scores may be as low.
-    const bool sees = !(softmax.largest <= T(kMaskedScore)) ||
-                      row.sum([](T hidden) { return T(hidden == T(0)); }, masked) != T(0);
-    if (!sees) softmax.inverse = T(0);
-    row.each([softmax](T& y, T x, T hidden) { y = softmax(x, hidden); }, row.out(y), scores,
-             masked);
+    // Only a low score may mean that all are masked; others may be as low.
+    auto is_seen = [&](T largest) {
+      return !(largest <= T(kMaskedScore)) ||
+             row.sum([](T hidden) { return T(hidden == T(0)); }, masked) != T(0);
+    };
+    write_softmax<T>(row, row.out(y), score, is_seen, scores, masked);
   }
 };
 
