@@ -41,13 +41,14 @@ def loss(batch, frames, labels, classes, dtype, device):
     label = torch.randint(1, classes, (batch, labels), device=device)
     given = (label, lengths(batch, frames, device), lengths(batch, labels, device))
     seed = torch.ones(batch, device=device)
+    ours = TransducerLoss()
     measure(
         "transducer_loss",
         f"{str(dtype).removeprefix('torch.')} {batch}x{frames}x{labels + 1}x{classes}",
         x.numel(),
         x.element_size(),
         (1, 3),
-        lambda x: TransducerLoss()(x, *given, 0),
+        lambda x: ours(x, *given, 0),
         {"torch": lambda x: plain.transducer_loss(x, *given, None, 0, frames, True)[0]},
         [x],
         seed,
@@ -63,13 +64,14 @@ def joint(batch, frames, width, columns, dtype, device):
     )
     whole = [torch.full((batch,), n, device=device) for n in (frames, width)]
     seed = torch.randn(batch, frames, width, columns, device=device).to(dtype)
+    ours = TransducerJoint(relu=True)
     measure(
         "transducer_joint relu",
         f"{str(dtype).removeprefix('torch.')} {batch}x{frames}x{width}x{columns}",
         seed.numel(),
         seed.element_size(),
         (1, 5),
-        lambda f, g: TransducerJoint(relu=True)(f, g, *whole),
+        lambda f, g: ours(f, g, *whole),
         {"torch": plain_joint, "torch_compiled": torch.compile(plain_joint, dynamic=False)},
         [f, g],
         seed,
