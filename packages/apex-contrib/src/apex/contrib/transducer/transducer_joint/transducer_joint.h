@@ -22,7 +22,7 @@ struct TransducerJointForward {
   T lowest;             // 0 with ReLU, else -inf
   T scale;              // 1 / (1 - p)
 
-  int64_t cells_in_row;  // of the engine
+  int64_t cells_in_row;  // how many cells make a row of the engine
 
   template <class R>
   APEX_HD void row(R& row) const {
