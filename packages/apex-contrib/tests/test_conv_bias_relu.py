@@ -99,7 +99,8 @@ def test_matches_the_oracle(dtype, shape, name, device):
     # The product, and what the scale or the mask makes of it, are rounded in each direction.
     assert_as_accurate_as(reference, actual, dy, *given, ulps=4)
     assert torch.equal(alone, actual[0])
-    assert not alone.numel() or alone.is_contiguous(memory_format=torch.channels_last)
+    for image in (alone, *actual[:2]):  # outputs, and the gradient of x
+        assert not image.numel() or image.is_contiguous(memory_format=torch.channels_last)
     assert [(g.dtype, g.shape) for g in actual[1:]] == [(t.dtype, t.shape) for t in given[:count]]
 
 
@@ -194,6 +195,18 @@ def test_composed(name, check, device):
     if check is CHECKS["export"]:
         of_name = replace(of_name, operators=(torch.ops.aten.conv2d.default, None))
     check(of_name, device)
+
+
+@pytest.mark.every_torch
+def test_compiled_gradients(device):
+    """Of each function: torch 2.11 made zeros of those of outputs that were written in place."""
+    for name, (function, _) in FUNCTIONS.items():
+        given, count = operands(name, SHAPES["3x3"], torch.float64, device)
+        torch.compiler.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        dy = torch.randn_like(function(*given))
+        expected = with_gradients(function, count, dy, *given)
+        torch.testing.assert_close(with_gradients(compiled, count, dy, *given), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -49,6 +49,18 @@ def _rows(image: Tensor) -> Tensor:
     return image.permute(0, 2, 3, 1).contiguous()
 
 
+def _channels_last(image: Tensor) -> Tensor:
+    """``image`` in that memory format; no copy if it has it.
+
+    Unchanged within ``torch.func``, because vmap allows no request for it.
+    """
+    # Asked first, because torch 2.11's compiler loses the gradient of an output of contiguous()
+    # that is its input.
+    if is_transformed() or image.is_contiguous(memory_format=torch.channels_last):
+        return image
+    return image.contiguous(memory_format=torch.channels_last)
+
+
 def _reference(
     option: _Option,
     x: Tensor,
@@ -91,10 +103,15 @@ def _forward(
     else:
         y = F.conv2d(x, weight, None, stride, padding)
         y = torch.addcmul(_channels(bias), y, _channels(scale))
+    y = _channels_last(y)  # torch's float64 convolutions on GPUs give another format
     if mask is not None:
         check_mask_shape(mask, y)
         y.mul_(mask)
-    return (y.relu_(), y) if has_relu else (y,)
+    if not has_relu:
+        return (y,)
+    # Compiled by torch 2.11, an output that was written in place would get no gradient.
+    y = torch.relu(y) if torch.compiler.is_compiling() else y.relu_()
+    return y, y
 
 
 def _backward(
@@ -123,6 +140,8 @@ def _backward(
             *(dy, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1),
             (needs[0], needs[1], False),
         )
+        if dx is not None:
+            dx = _channels_last(dx)  # as x is
         if dweight is not None and scale is not None and unfolded is None:
             dweight = dweight * scale.view(-1, 1, 1, 1)
     return [dx, dweight, None, dbias, None]
@@ -153,9 +172,8 @@ def _apply(
         scale, bias = scale.detach().reshape(-1), bias.detach()
     if mask is not None:
         mask = mask.detach() if mask.dtype is torch.bool else mask.detach().to(x.dtype)
-    if not is_transformed():
-        x = x.contiguous(memory_format=torch.channels_last)
-    given = x, weight, scale, bias if bias.dim() == 1 else bias.reshape(-1), mask
+    bias = bias if bias.dim() == 1 else bias.reshape(-1)
+    given = _channels_last(x), weight, scale, bias, mask
     if is_slow(x):
         return _convolution(option, *wide(given)).to(x.dtype)
     return _convolution(option, *given)
