@@ -110,13 +110,34 @@ def test_matches_the_oracle(dtype, shape, way, device):
 @pytest.mark.parametrize("of_bias", [None, "shared", "first", "whole", "keys"])
 @pytest.mark.parametrize("kind", [None, "openfold", "all", "queries", "heads", "whole"])
 def test_masks_and_biases(kind, of_bias, way, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        check("batches", dtype, kind, of_bias, device)
+    for shape, dtype in (
+        ("batches", torch.float32),
+        ("batches", torch.bfloat16),
+        ("openfold", torch.bfloat16),  # whose rows torch's kernels for GPUs take
+    ):
+        check(shape, dtype, kind, of_bias, device)
 
 
-def test_leading_ones_that_queries_lack(device):
-    """OpenFold's mask and bias, of queries without its first dimension."""
-    q, k, v = torch.randn(3, 6, 4, 9, 16, device=device)
+@pytest.mark.parametrize("of_bias", [None, "shared", "keys"])
+@pytest.mark.parametrize("kind", [None, "openfold", "whole"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_without_gradients(dtype, kind, of_bias, way, device):
+    """Torch has other kernels then."""
+    for shape in ("openfold", "long"):
+        q, k, v, bias = operands(shape, dtype, device, of_bias)
+        mask = masks(*SHAPES[shape][:4], device).get(kind)
+        with torch.no_grad():
+            y = ours(q, k, v, mask, bias)
+        assert_as_accurate_as(oracle, y, q, k, v, mask, bias, ulps=16.0)
+
+
+@pytest.mark.parametrize("trained", ["all", "bias"])
+def test_leading_ones_that_queries_lack(trained, device):
+    """OpenFold's mask and bias, of queries without its first dimension; and a bias alone trained.
+
+    Torch's kernels for GPUs have no backward for that one.
+    """
+    q, k, v = torch.randn(3, 6, 4, 9, 16, device=device, requires_grad=trained == "all")
     mask = seen_keys(1, 6, 1, 1, 9, device=device)
     bias = torch.randn(1, 1, 4, 9, 9, device=device, requires_grad=True)
     own = bias.detach().requires_grad_()
@@ -128,14 +149,39 @@ def test_leading_ones_that_queries_lack(device):
     assert torch.equal(bias.grad, own.grad)
 
 
+@pytest.mark.parametrize("of_bias", [None, "shared", "keys"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, device):
-    q, k, v, bias = operands("batches", torch.float32, device)
-    mask = masks(*SHAPES["batches"][:4], device)["openfold"]
+def test_layouts(layout, of_bias, device):
+    """With a mask and without; rows of "batches" in float32 and of "openfold" are whole vectors."""
+    for shape, dtype in (
+        ("batches", torch.float32),
+        ("batches", torch.bfloat16),
+        ("openfold", torch.float32),
+        ("openfold", torch.bfloat16),
+    ):
+        q, k, v, bias = operands(shape, dtype, device, of_bias)
+        dy = torch.randn_like(q)
+        # On a CPU, torch rounds weights to bfloat16 elsewhere where rows are not adjacent elements.
+        unit = torch.finfo(dtype).eps
+        near = {} if dtype == torch.float32 else {"rtol": 2 * unit, "atol": 2 * unit}
+        for mask in (masks(*SHAPES[shape][:4], device)["openfold"], None):
+            given = (q, k, v, mask, bias)
+            laid_out = [t if t is None else LAYOUTS[layout](t) for t in given]
+            actual = with_gradients(ours, *laid_out, LAYOUTS[layout](dy))
+            torch.testing.assert_close(actual, with_gradients(ours, *given, dy), **near)
+            with torch.no_grad():
+                torch.testing.assert_close(ours(*laid_out), ours(*given), **near)
+
+
+def test_a_gradient_laid_out_as_the_kernels_own(device):
+    """Torch copies other gradients; this one may start anywhere."""
+    q, k, v, bias = operands("openfold", torch.float32, device)
     dy = torch.randn_like(q)
-    expected = with_gradients(ours, q, k, v, mask, bias, dy)
-    laid_out = [LAYOUTS[layout](t) for t in (q, k, v, mask, bias, dy)]
-    torch.testing.assert_close(with_gradients(ours, *laid_out), expected)
+    flat = LAYOUTS["misaligned"](dy.transpose(-2, -3).contiguous())
+    torch.testing.assert_close(
+        with_gradients(ours, q, k, v, None, bias, flat.transpose(-2, -3)),
+        with_gradients(ours, q, k, v, None, bias, dy),
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -177,8 +223,8 @@ def test_a_bias_of_another_dtype(half, way, device):
     assert torch.equal(grads[3].to(half), same_grads[3])
 
 
-def of_case(dtype, device):
-    q, k, v = (torch.randn(3, 2, 4, 5, device=device).to(dtype) for _ in "qkv")
+def of_case(dtype, device, size=5):
+    q, k, v = (torch.randn(3, 2, 4, size, device=device).to(dtype) for _ in "qkv")
     mask = seen_keys(3, 1, 1, 4, device=device).to(dtype)
     return q, k, v, mask, torch.randn(1, 2, 4, 4, device=device).to(dtype)
 
@@ -218,24 +264,42 @@ def test_torchs_own_way(check, device, monkeypatch):
     CHECKS[check](CASE, device)
 
 
-def test_torchs_own_way_is_taken_without_gradients(device, monkeypatch):
-    """On a CPU, where it is the faster one then; on a GPU always."""
+@pytest.mark.parametrize("size", [5, 8])
+def test_torchs_own_way_is_taken(size, device, monkeypatch):
+    """On a CPU without gradients, where it is the faster one then; on a GPU with a kernel."""
     taken = []
     by_sdpa = module._by_sdpa
     monkeypatch.setattr(module, "_by_sdpa", lambda *given: taken.append(1) or by_sdpa(*given))
-    for dtype, is_trained, expected in (
-        (torch.float32, False, True),
-        (torch.bfloat16, False, True),
-        (torch.float64, False, device.type != "cpu"),
-        (torch.float32, True, device.type != "cpu"),
-    ):
-        q, k, v, mask, bias = of_case(dtype, device)
-        AttnTri(q, k, v, mask, bias.requires_grad_(is_trained))
-        with torch.no_grad():
-            AttnTri(q, k, v, mask, bias)
-        without = dtype != torch.float64 or device.type != "cpu"
-        assert len(taken) == expected + without
-        taken.clear()
+    is_cpu = device.type == "cpu"
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for trained in ((), (0, 1, 2, 4), (4,)):  # nothing; all; the bias, which no kernel trains
+            given = of_case(dtype, device, size)
+            for i in trained:
+                given[i].requires_grad_()
+            taken.clear()
+            AttnTri(*given)
+            is_served = dtype != torch.float64 and (is_cpu or size == 8)
+            is_trainable = not trained or (0 in trained and not is_cpu)
+            assert len(taken) == (is_served and is_trainable)
+            with torch.no_grad():
+                AttnTri(*given)
+            assert len(taken) == (is_served and is_trainable) + is_served
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_aligned(dtype, device):
+    """What starts at vectors, along every stride, is no copy; the rest is a contiguous one."""
+    x = torch.randn(2, 3, 4, 8, device=device).to(dtype)
+    aligned = lambda x: module._aligned(x, x.stride()[:-1])
+    first = x[:, :1]  # a stride that nothing steps along
+    for kept in (x, x.transpose(1, 2), x[1:], x[:, ::2], first, x[..., :1, :].expand(2, 3, 4, 8)):
+        assert aligned(kept) is kept
+    flat = first.as_strided(first.shape, (96, 5, 8, 1))
+    for other in (flat, x[..., 3:], *(LAYOUTS[n](x) for n in LAYOUTS if n != "contiguous")):
+        copy = aligned(other)
+        assert copy.is_contiguous()
+        assert copy.storage_offset() == 0
+        assert torch.equal(copy, other)
 
 
 def test_compiles_with_any_size(way, device):

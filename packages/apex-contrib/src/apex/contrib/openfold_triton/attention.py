@@ -56,7 +56,7 @@ def attention(
 
 def _hidden(mask: Tensor, keys: int, dtype: torch.dtype, inf: float) -> Tensor:
     """What the mask adds to scores, in the dtype that these are computed in; every key has one."""
-    mask = mask.detach().to(statistics_dtype(dtype))
+    mask = mask.detach().to(statistics_dtype(dtype)).contiguous()  # as our softmax reads it
     return (mask.expand(*mask.shape[:-1], keys) - 1) * inf
 
 
@@ -75,35 +75,91 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor
 
 
 def _sdpa_is_faster(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch's attention is faster: on a CPU without gradients, with 0.4 to 0.9 of the time.
+    """Whether torch's attention is faster: on a GPU where it has a kernel, on a CPU untrained.
 
-    With them it is slower where the bias gets one, and in bfloat16; in float32 without a bias it is
-    faster (docs/contrib/openfold_triton.md has figures), but cannot be differentiated again. What
-    is exported may be trained.
+    On a CPU without gradients it takes 0.4 to 0.9 of the time. With them it is slower where the
+    bias gets one, and in bfloat16; in float32 without a bias it is faster
+    (docs/contrib/openfold_triton.md has figures), but cannot be differentiated again.
+
+    Never where layouts are not known yet: a batch of vmap hides its strides, and an exported
+    program gets other tensors than it was made with. What is exported may be trained, too.
     """
-    if not q.is_cpu:
-        return True
     if is_transformed() or torch.compiler.is_exporting():
         return False
     given = (q, k, v) if bias is None else (q, k, v, bias)
     is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if not q.is_cpu:
+        return _has_kernel(q, k, v, is_trained)
     return not is_trained and q.dtype in (torch.float32, torch.bfloat16)
 
 
+def _has_kernel(q: Tensor, k: Tensor, v: Tensor, is_trained: bool) -> bool:
+    """Whether torch's attention is one kernel on a GPU. Otherwise it is torch's products, too.
+
+    Its own products write scores in float32, and their backward obeys autocast; ours do neither.
+    """
+    # Kernels read rows of whole vectors, see _aligned.
+    if q.dtype == torch.float64 or any(x.shape[-1] % _vector(x) for x in (q, v)):
+        return False
+    # Torch keeps what the backward reads only if one of these is trained. If the bias alone is, it
+    # raises "LSE is not correctly aligned" (torch 2.11).
+    return not is_trained or any(t.requires_grad for t in (q, k, v))
+
+
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None) -> Tensor:
+    lead, sizes = q.shape[:-2], (q.shape[-2], k.shape[-2])
+    batches, heads = math.prod(lead[:-1]), math.prod(lead[-1:])
     added = None
     if hidden is not None:
         # Half of the largest number: a row whose keys are all hidden stays finite with its bias.
         added = hidden.clamp(min=torch.finfo(q.dtype).min / 2).to(q.dtype)
     if bias is not None:
+        if not q.is_cpu:  # AlphaFold's bias has heads last, and a sum keeps that layout
+            bias = _aligned(bias.expand(*bias.shape[:-1], sizes[1]))
         added = bias if added is None else added + bias
-    lead, sizes = q.shape[:-2], (q.shape[-2], k.shape[-2])
-    batches, heads = math.prod(lead[:-1]), math.prod(lead[-1:])
     if added is not None:
-        added = _of_lead(added, lead[:-1]).expand(batches, heads, *sizes)
+        added = _of_lead(added, lead[:-1])
+        if not q.is_cpu:
+            added = _aligned(added)
+        added = added.expand(batches, heads, *sizes)
     q, k, v = (x.reshape(batches, heads, *x.shape[-2:]) for x in (q, k, v))
+    if not q.is_cpu:
+        q, k, v = (_aligned(x, x.stride()[:-1]) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, added)
+    # A kernel reads its gradient likewise. Compilers refuse hooks.
+    if not q.is_cpu and y.requires_grad and not torch.compiler.is_compiling():
+        y.register_hook(lambda dy: dy.clone() if _starts_within_a_vector(dy) else dy)
     return y.reshape(*lead, *y.shape[-2:])
+
+
+def _aligned(x: Tensor, strides: Sequence[int] = ()) -> Tensor:
+    """``x`` as torch's kernels for GPUs read it, by vectors of 16 bytes, or a contiguous copy.
+
+    Torch 2.11 does not check this: for some strides it finds no kernel, and a start within a vector
+    makes the GPU fail for the rest of the process.
+
+    Args:
+        x: what is read; where its rows are not adjacent elements, torch takes no kernel.
+        strides: those to check. Torch itself pads what is added to scores.
+    """
+    vector = _vector(x)
+    is_read = x.stride(-1) == 1 and not any(stride % vector for stride in strides)
+    if is_read and not _starts_within_a_vector(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _starts_within_a_vector(x: Tensor) -> bool:
+    """Whether ``x`` starts between vectors of its storage; compilers do not know where it does.
+
+    Inductor copies such an argument itself, if the one it compiled for started at a vector.
+    """
+    return not torch.compiler.is_compiling() and x.storage_offset() % _vector(x) != 0
+
+
+def _vector(x: Tensor) -> int:
+    """Elements of ``x`` in 16 bytes."""
+    return 16 // x.element_size()
 
 
 # Torch's products, and our softmax.
