@@ -8,7 +8,7 @@ from apex.optimizers import FusedAdam
 from apex_testkit import FLOATS
 from apex_testkit.grids import HALVES
 
-SIZES = [(1,), (0,), (33, 65), (7, 3, 5, 2), (10_007,)]
+SIZES = [(1,), (0,), (33, 65), (7, 3, 5, 2), (10_007,), ()]
 BF16 = torch.bfloat16
 OPTIONS = {
     "adamw": {},
@@ -45,9 +45,10 @@ def set_gradients(params, seed, scale=1.0):
 
 def clip_in_memory(params, max_norm):
     norm, _ = multi_tensor_l2norm([p.grad for p in params], wide=True)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # A number of Python: torch rounds a tensor without dimensions to 16 bits first, on a GPU alone.
+    factor = min(1.0, max_norm / (norm.item() + 1e-6))
     for param in params:
-        param.grad.mul_(factor[0])
+        param.grad.mul_(factor)
 
 
 def everything(optimizer, params):
@@ -61,7 +62,7 @@ def assert_same(ours, theirs):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
+@pytest.mark.parametrize("max_norm", [0.0, 0.3, 1e9])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_is_bitwise_what_clipping_first_gives(options, dtype, max_norm, device):
@@ -212,7 +213,9 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(device):
     assert_same([p.detach() for p in params], before)
 
 
-def test_without_gradients_there_is_nothing_to_do(device):
-    optimizer, _ = make(device)
-    optimizer.step(max_norm=1.0, skip_nonfinite=True)
+@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=["plain", "capturable"])
+def test_without_gradients_there_is_nothing_to_do(options, device):
+    optimizer, _ = make(device, **options)
+    may_skip = device.type != "cuda" or bool(options)  # a GPU skips capturable steps alone
+    optimizer.step(max_norm=1.0, skip_nonfinite=may_skip)
     assert not optimizer.state

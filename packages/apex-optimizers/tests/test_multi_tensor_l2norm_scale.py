@@ -21,7 +21,10 @@ SIZES = {
 
 
 def make(sizes, device, dtype=torch.float32):
-    return [torch.randn(n, device=device).to(dtype) for n in sizes]
+    # float64 with bits of its own. The square of an odd number is 1 modulo 8: sums of squares of
+    # float32 numbers lose these last bits to rounding, all in one direction.
+    drawn = torch.promote_types(dtype, torch.float32)
+    return [torch.randn(n, device=device, dtype=drawn).to(dtype) for n in sizes]
 
 
 def zero_flag(device):

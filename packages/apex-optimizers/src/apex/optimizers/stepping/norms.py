@@ -88,7 +88,9 @@ class NormLimits:
         """What gradients are multiplied by, as in ``torch.nn.utils.clip_grad_norm_``; float64."""
         if self.max_norm is None:
             return None
-        return (self.max_norm / (norm.double() + 1e-6)).clamp_(max=1.0)
+        # A number divided by a tensor would be the number times an inverse, rounded twice.
+        limit = torch.full_like(norm, self.max_norm, dtype=torch.float64)
+        return (limit / (norm.double() + 1e-6)).clamp_(max=1.0)
 
     def skips(self, norm: Tensor) -> Tensor:
         """1 where the step is to be skipped, else 0; float32, shaped as ``norm``."""
