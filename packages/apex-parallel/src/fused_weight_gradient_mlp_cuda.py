@@ -26,6 +26,9 @@ def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> 
     Raises:
         TypeError: a dtype is not one of those above.
         ValueError: shapes or devices do not fit. ``d_weight`` is unchanged then.
+
+    On NVIDIA GPUs the products of 16-bit numbers are added up by tensor cores, which cut off each
+    partial sum instead of rounding it: results are nearer to zero by some units in the last place.
     """
     name = "wgrad_gemm_accum_fp32"
     floats = (torch.float32, torch.float16, torch.bfloat16)

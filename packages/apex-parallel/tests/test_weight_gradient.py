@@ -1,5 +1,6 @@
 """fused_weight_gradient_mlp_cuda: in place, as accurate as main_grad's dtype allows."""
 
+import math
 import os
 
 import fused_weight_gradient_mlp_cuda as extension
@@ -18,6 +19,17 @@ def product(dw, x, dy):
     return dw + dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
+def lost_ulps(tokens, dtype, device):
+    """Units in the last place that float32 sums over tokens may lose beyond rounding.
+
+    A GPU's tensor cores add 4 to 16 products of 16-bit numbers to a float32 sum at once, and cut
+    off what it has no room for, always towards zero: about a unit each time at most. With 8 at
+    once, sums of 2048 products near 100 err by 4e-3 at most. Rounding them to 16 bits costs 0.03
+    (float16) or 0.25.
+    """
+    return tokens // 8 if device.type == "cuda" and dtype in HALVES else 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("tokens", [(5,), (3, 7), (0,), (4096 + 3,), (2, 3, 4)], ids=str)
 def test_float32_sums(tokens, dtype, device):
@@ -27,7 +39,8 @@ def test_float32_sums(tokens, dtype, device):
     dw = torch.randn(10, 6, device=device)
     expected, actual = (dw, x.float(), dy.float()), dw.clone()
     assert FP32(x, dy, actual) is None
-    assert_as_accurate_as(product, actual, *expected)
+    ulps = 1 + lost_ulps(math.prod(tokens), dtype, device)
+    assert_as_accurate_as(product, actual, *expected, ulps=ulps)
 
 
 def test_16_bit_products_are_not_rounded(device):
@@ -37,7 +50,9 @@ def test_16_bit_products_are_not_rounded(device):
     exact = dy.double().t() @ x.double()
     actual = torch.zeros(16, 32, device=device)
     FP32(x, dy, actual)
-    assert (actual - exact).abs().max() < 1e-4
+    ulp = torch.finfo(torch.float32).eps * 128  # of the largest sums
+    limit = 1e-4 + lost_ulps(2048, torch.bfloat16, device) * ulp
+    assert (actual - exact).abs().max() < limit
     assert ((dy.t() @ x).double() - exact).abs().max() > 1e-2
 
 

@@ -189,7 +189,8 @@ class LARC(Optimizer):
         factor = torch.where((param_norm > 0) & (grad_norm > 0), factor, 1.0)
         if has_decay:
             grad.add_(_decay_of(param, decay))
-        grad.mul_(factor)
+        # Without dimensions it would, on a GPU, be rounded to the gradient's 16 bits first.
+        torch.mul(grad, factor.reshape([1] * grad.dim()), out=grad)
 
     def _refuse_sparse(self) -> None:
         for number, group in enumerate(self.param_groups):
