@@ -9,7 +9,7 @@ namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 inline constexpr int kColwiseThreadsY = 8;      // rows in flight per block
-inline constexpr int64_t kColwiseRows = 256;    // rows per tile, at least
+inline constexpr int64_t kColwiseRows = 128;    // rows per tile, at least
 inline constexpr int64_t kColwiseSplits = 128;  // tiles along the rows, at most
 
 template <class Program, class T, int N>
@@ -89,29 +89,38 @@ class ColumnRow {
 template <class P>
 concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
 
+// Merge what the threads of a block have of the same column; threads of threadIdx.y == 0 get it.
+template <class Program, class T>
+APEX_DEVICE void merge_block(const Program& program, Array<T, Program::kSums>& sums) {
+  constexpr int kSums = Program::kSums;
+  APEX_SHARED(T, shared, [kSums][kColwiseThreadsY][kGroupLanes]);
+  for (int n = 0; n < kSums; ++n) shared[n][threadIdx.y][threadIdx.x] = sums[n];
+  __syncthreads();
+  if (threadIdx.y != 0) return;
+  for (int y = 1; y < kColwiseThreadsY; ++y) {
+    Array<T, kSums> part;
+    for (int n = 0; n < kSums; ++n) part[n] = shared[n][y][threadIdx.x];
+    merge_sums(program, sums, part);
+  }
+}
+
 // The sums over rows [begin, end) of the columns that a block has; partials: [kSums, columns].
 template <class Program, class T>
 APEX_DEVICE void column_tile(int64_t begin, int64_t end, int64_t columns, int64_t column,
                              T* partials, const Program& program) {
   constexpr int kSums = Program::kSums;
-  APEX_SHARED(T, shared, [kSums][kColwiseThreadsY][kGroupLanes]);
   Array<T, kSums> sums{};
   if (column < columns) {
     ColumnRow<T, kSums> row(columns, column);
+#pragma unroll 4  // loads of several rows are under way
     for (int64_t index = begin + threadIdx.y; index < end; index += kColwiseThreadsY) {
       row.move_to(index);
       program.column_sums(row);
     }
     sums = row.sums;
   }
-  for (int n = 0; n < kSums; ++n) shared[n][threadIdx.y][threadIdx.x] = sums[n];
-  __syncthreads();
+  merge_block(program, sums);
   if (threadIdx.y != 0 || column >= columns) return;
-  for (int y = 1; y < kColwiseThreadsY; ++y) {
-    Array<T, kSums> part;
-    for (int n = 0; n < kSums; ++n) part[n] = shared[n][y][threadIdx.x];
-    merge_sums(program, sums, part);
-  }
   for (int n = 0; n < kSums; ++n) partials[n * columns + column] = sums[n];
 }
 
@@ -126,16 +135,23 @@ __global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Progra
 template <class Program, class T>
 __global__ void colwise_merge(int64_t splits, int64_t columns, const T* partials, Program program) {
   constexpr int kSums = Program::kSums;
-  int64_t column = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (column >= columns) return;
-  Array<T, kSums> sums;
-  for (int n = 0; n < kSums; ++n) sums[n] = partials[n * columns + column];
-  for (int64_t split = 1; split < splits; ++split) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
+  auto part_of = [&](int64_t split) {
     Array<T, kSums> part;
     for (int n = 0; n < kSums; ++n) part[n] = partials[(split * kSums + n) * columns + column];
-    merge_sums(program, sums, part);
+    return part;
+  };
+  Array<T, kSums> sums{};
+  if (column < columns && threadIdx.y < splits) {
+    sums = part_of(threadIdx.y);
+#pragma unroll 4
+    for (int64_t split = threadIdx.y + kColwiseThreadsY; split < splits;
+         split += kColwiseThreadsY) {
+      merge_sums(program, sums, part_of(split));
+    }
   }
-  program.finish(column, sums);
+  merge_block(program, sums);
+  if (threadIdx.y == 0 && column < columns) program.finish(column, sums);
 }
 
 template <class Context, ColumnProgram Program>
@@ -144,13 +160,13 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
   if (columns == 0) return;
   int64_t splits = std::clamp<int64_t>(rows / kColwiseRows, 1, kColwiseSplits);
   T* partials = static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
-  dim3 tiles(static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes),
-             static_cast<unsigned>(splits));
-  launch(colwise_tiles<Program, T>, tiles, dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(),
-         rows, columns, partials, program);
+  const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
+  const dim3 block(kGroupLanes, kColwiseThreadsY);
+  launch(colwise_tiles<Program, T>, dim3(tiles, static_cast<unsigned>(splits)), block, 0,
+         context.stream(), rows, columns, partials, program);
   context.check_launch("colwise_tiles");
-  launch(colwise_merge<Program, T>, dim3(static_cast<unsigned>((columns + 255) / 256)), dim3(256),
-         0, context.stream(), splits, columns, partials, program);
+  launch(colwise_merge<Program, T>, dim3(tiles), block, 0, context.stream(), splits, columns,
+         partials, program);
   context.check_launch("colwise_merge");
 }
 

@@ -17,6 +17,27 @@ inline constexpr int64_t kGroupColumns = 1024;
 inline constexpr int kRowsPerBlock = 4;  // of such rows
 inline constexpr int kRowwiseThreads = 256;
 inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
+inline constexpr int kPacksPerPart = 8;           // of a sum
+
+// A thread's terms of a sum in two stages: were each added to the total, a large one would swallow
+// the digits of all that follow.
+template <class T>
+class TwoStageSum {
+ public:
+  // Call before a pack's first term.
+  APEX_DEVICE void begin_pack() {
+    if (++packs_ <= kPacksPerPart) return;
+    packs_ = 1;
+    total_ += part_;
+    part_ = T(0);
+  }
+  APEX_DEVICE void add(T term) { part_ += term; }
+  APEX_DEVICE T get() const { return total_ + part_; }
+
+ private:
+  T total_ = T(0), part_ = T(0);
+  int packs_ = 0;
+};
 
 template <class T>
 class Row {
@@ -108,9 +129,14 @@ class Row {
 
   template <class F, class... Views>
   APEX_DEVICE T sum(const F& functor, const Views&... views) const {
-    T total = T(0);
-    pass([&](auto& pack, int lane) { total += pack.call(functor, lane); }, views...);
-    return reduce_row(total, Add{});
+    TwoStageSum<T> own;
+    pass(
+        [&](auto& pack, int lane) {
+          if (lane == 0) own.begin_pack();
+          own.add(pack.call(functor, lane));
+        },
+        views...);
+    return reduce_row(own.get(), Add{});
   }
 
   template <int N, class F, class... Views>
