@@ -62,6 +62,10 @@ def pytest_configure(config):
         "every_torch: reaches into parts of torch that change; part of samples on every torch",
     )
     torch.set_num_threads(int(config.getini("apex_threads")))
+    # By default cuDNN rounds the factors of float32 convolutions to TF32, which has 11 bits; tests
+    # compare with float64. It is set here, and not around each test, because torch forbids to set
+    # it once a test has imported torch.testing._internal.common_utils.
+    torch.backends.cudnn.allow_tf32 = False
     config.stash[_devices_key] = _chosen_devices(config)
 
 

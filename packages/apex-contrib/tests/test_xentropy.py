@@ -67,7 +67,7 @@ def formula(logits, labels, grad_losses, smoothing, padding_idx=NO_PADDING):
     return ((1 - smoothing) * nll + smoothing * smooth) * kept, grad
 
 
-def assert_matches_torch(logits, labels, grad_losses, smoothing, padding_idx=NO_PADDING):
+def assert_matches_torch(logits, labels, grad_losses, smoothing, padding_idx=NO_PADDING, scale=0.0):
     actual = with_grad(
         SoftmaxCrossEntropyLoss.apply, logits, labels, grad_losses, smoothing, padding_idx
     )
@@ -77,7 +77,7 @@ def assert_matches_torch(logits, labels, grad_losses, smoothing, padding_idx=NO_
         reference, ulps = (lambda *args: formula(*args, *options)), 4
     else:
         reference, ulps = (lambda *args: with_grad(torch_losses, *args, *options)), 1
-    assert_as_accurate_as(reference, actual, logits, labels, grad_losses, ulps=ulps)
+    assert_as_accurate_as(reference, actual, logits, labels, grad_losses, ulps=ulps, scale=scale)
     assert actual[0].dtype == actual[1].dtype == logits.dtype
 
 
@@ -178,7 +178,9 @@ class TestExtremes:
         logits, labels, grads = inputs((64, 33), torch.float32, device)
         logits = logits - 20
         logits[torch.arange(64), labels] = torch.linspace(0, 30, 64, device=device)
-        assert_matches_torch(logits, labels, grads, 0.0)
+        # A GPU's exp errs by more than a rounding, of p as well.
+        scale = 1.0 if device.type == "cuda" else 0.0
+        assert_matches_torch(logits, labels, grads, 0.0, scale=scale)
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_growing_rows(self, dtype, device):
