@@ -169,11 +169,12 @@ def manylinux(session):
 
 def sample_of(session, package):
     """Where .ci/run asks for it, return the options that sample the tests of what is unchanged."""
-    if not os.environ.get("APEX_CI_SAMPLE") or package in dirty.changed():
+    cases = dirty.cases(package, dirty.changed()) if os.environ.get("APEX_CI_SAMPLE") else None
+    if cases is None:
         return []
-    session.log(f"{package} did not change lately: two cases of each test run")
+    session.log(f"{package} itself did not change lately: {cases} cases of each test run")
     seed = ["--sample-seed", dirty.seed()]
-    return ["-p", "ci.sampling", "--cases-per-test", "2", *seed]
+    return ["-p", "ci.sampling", "--cases-per-test", str(cases), *seed]
 
 
 TESTED = [*PACKAGES, "together", "examples"]

@@ -1,5 +1,8 @@
 """Which packages changed since a base commit: CI tests these in full, and samples the rest.
 
+What all packages share, kernels' headers among it, is tested by more cases of every function of
+all packages: in full, they take half an hour.
+
 The base is ``CI_BASE``, by default the newest commit more than a day older than HEAD. Files that
 are not committed count too. Where git cannot tell (no history, a shallow clone, no such base),
 everything counts as changed.
@@ -12,11 +15,23 @@ from pathlib import Path
 from ci.workspace import PACKAGES, ROOT
 
 DAY = 24 * 3600
-EVERYTHING = frozenset([*PACKAGES, "examples"])
+SHARED = "shared"
+EVERYTHING = frozenset([*PACKAGES, "examples", SHARED])
+CASES, CASES_OF_SHARED = 2, 8  # of each test function
+
+
+def cases(package: str, changed: frozenset[str]) -> int | None:
+    """Return how many cases of each of a package's test functions run; None: all."""
+    if package in changed:
+        return None
+    return CASES_OF_SHARED if SHARED in changed else CASES
 
 
 def changed(root: Path = ROOT, base: str | None = None) -> frozenset[str]:
-    """Return the packages that changed, and "examples" where these or what they import did."""
+    """Return the packages that changed, "examples" where these or what they import did, "shared".
+
+    Where git cannot tell, everything did.
+    """
     try:
         return affected(changed_files(root, base or os.environ.get("CI_BASE")))
     except (LookupError, OSError, ValueError, subprocess.CalledProcessError):
@@ -29,7 +44,7 @@ def seed(root: Path = ROOT) -> str:
 
 
 def affected(files: list[str]) -> frozenset[str]:
-    """Return what the files are a part of; a file that is not known to matter little is of all."""
+    """Return what the files are a part of; a file that is not known to matter little is shared."""
     found = set()
     for file in files:
         top, _, rest = file.partition("/")
@@ -38,7 +53,7 @@ def affected(files: list[str]) -> frozenset[str]:
         elif top == "docs":
             found.add("examples")
         elif not is_without_effect(file):
-            return EVERYTHING
+            found |= {SHARED, "examples"}
     return frozenset(found)
 
 

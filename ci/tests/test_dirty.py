@@ -63,12 +63,17 @@ def test_uncommitted_new_and_moved_files_count(repository):
 @pytest.mark.parametrize(
     ("file", "found"),
     [
-        ("shared_csrc/native/jit.py", dirty.EVERYTHING),
-        ("shared_csrc/include/apex/core/gpu.h", dirty.EVERYTHING),
-        ("noxfile.py", dirty.EVERYTHING),
-        ("ci/testkit/x.py", dirty.EVERYTHING),
-        (".ci/run", dirty.EVERYTHING),
-        ("packages/apex-unknown/x.py", dirty.EVERYTHING),
+        *(
+            (file, {"shared", "examples"})
+            for file in (
+                "shared_csrc/native/jit.py",
+                "shared_csrc/include/apex/core/gpu.h",
+                "noxfile.py",
+                "ci/testkit/x.py",
+                ".ci/run",
+                "packages/apex-unknown/x.py",
+            )
+        ),
         ("docs/examples/x.py", {"examples"}),
         ("ci/tests/test_x.py", set()),
         ("shared_csrc/tests/test_x.py", set()),
@@ -76,6 +81,20 @@ def test_uncommitted_new_and_moved_files_count(repository):
 )
 def test_what_a_file_affects(file, found):
     assert dirty.affected([file]) == found
+
+
+@pytest.mark.parametrize(
+    ("changed", "cases"),
+    [
+        (set(), 2),
+        ({"apex-contrib", "examples"}, 2),
+        ({"shared", "examples"}, 8),
+        ({"shared", "apex-amp"}, None),
+        (dirty.EVERYTHING, None),
+    ],
+)
+def test_cases(changed, cases):
+    assert dirty.cases("apex-amp", frozenset(changed)) == cases
 
 
 def test_everything_where_git_cannot_tell(repository, tmp_path_factory):
