@@ -1,6 +1,7 @@
 """Everything that a machine with a GPU can tell, in one command that needs no network.
 
-python ci/gpu.py [--wheels DIR] [--out DIR] [--only tests,sanitizer,bench] [--minutes N]
+python ci/gpu.py [--wheels DIR] [--out DIR] [--only tests,sanitizer,bench] [--benchmarks NAME,...]
+                 [--minutes N]
 
 Runs the GPU tests of all packages, compute-sanitizer on every op, and the benchmarks, each within
 its share of the time; a step that fails does not stop the next. Figures go to DIR (docs/benchmarks)
@@ -12,6 +13,7 @@ machine that lacks these. Nothing is installed into the environment that runs th
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -31,8 +33,9 @@ STEPS = ("tests", "sanitizer", "bench")
 # Of the time that is left when a step begins; the last takes what the others left.
 SHARES = {"tests": 0.45, "sanitizer": 0.35, "bench": 1.0}
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
-SANITIZED_CASES = 2  # of each test function: every op runs, in seconds instead of minutes
+TOOLS = ("memcheck", "racecheck")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+TOLD_AT_ONCE = ["-p", "ci.gpu_tests"]
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Run:
     out: Path
     deadline: float
     environment: dict[str, str]
+    benchmarks: list[str]  # empty: all
     results: list[Outcome] = field(default_factory=list)
 
     def share(self, step: str) -> float:
@@ -57,13 +61,21 @@ class Run:
         print(outcome.line(), flush=True)
         return outcome
 
+    def call_all(self, commands: dict[str, list[str]], seconds: float, **settings: str) -> None:
+        """Run commands side by side, by name, each within the same seconds."""
+        with ThreadPoolExecutor(len(commands)) as pool:
+            calls = [pool.submit(self.call, n, c, seconds, **settings) for n, c in commands.items()]
+        for call in calls:
+            call.result()
+
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     started = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="apex-gpu-") as scratch:
-        run = Run(options.device, options.out, started + 60 * options.minutes, {})
+        deadline = started + 60 * options.minutes
+        run = Run(options.device, options.out, deadline, {}, options.benchmarks)
         try:
             run.environment = gpu_install.environment(Path(scratch), options.wheels, options.device)
         except gpu_install.InstallError as error:
@@ -86,6 +98,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--only", type=step_list, default=list(STEPS), help=", ".join(STEPS))
     parser.add_argument(
+        "--benchmarks", type=benchmark_list, default=[], metavar="NAME,...", help="default: all"
+    )
+    parser.add_argument(
         "--minutes", type=float, metavar="N", default=10.0, help="for all steps together"
     )
     parser.add_argument(
@@ -100,8 +115,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def name_list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def benchmark_list(text: str) -> list[str]:
+    names = name_list(text)
+    for name in names:
+        if not list(ROOT.glob(f"packages/*/benchmarks/bench_{name}.py")):
+            raise argparse.ArgumentTypeError(f"there is no bench_{name}.py")
+    return names
+
+
 def step_list(text: str) -> list[str]:
-    wanted = [part.strip() for part in text.split(",")]
+    wanted = name_list(text)
     unknown = [part for part in wanted if part not in STEPS]
     if unknown:
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(STEPS)}, got {unknown[0]!r}")
@@ -121,62 +148,98 @@ def guarded(step: str, run: Run) -> None:
 
 def test(run: Run) -> None:
     """All device tests of all packages, at once: most of their time is compilers and Python."""
-    seconds = run.share("tests")
-    limits = ["--device", run.device, "--device-tests-only", "-m", "not builds", "--timeout", "120"]
-    workers = max(1, min(len(PACKAGES), (os.cpu_count() or 1) // 2))
-    with ThreadPoolExecutor(workers) as pool:
-        calls = [
-            pool.submit(
-                run.call,
-                f"tests {package}",
-                [*PYTEST, *limits, "-rs", f"packages/{package}/tests"],
-                # Those that wait for a worker share its time.
-                seconds * workers / len(PACKAGES),
-            )
-            for package in PACKAGES
-        ]
-    for call in calls:
-        call.result()
+    limits = ["--device", run.device, "--device-tests-only", "-m", "not builds"]
+    # A thread's alarm ends a test that waits for a kernel; a signal's would come after it.
+    limits += ["--timeout", "120", "--timeout-method", "thread", *TOLD_AT_ONCE, "-rs"]
+    run.call_all(
+        {
+            f"tests {package}": [*PYTEST, *limits, "-n", str(share), f"packages/{package}/tests"]
+            for package, share in processes().items()
+        },
+        run.share("tests"),
+    )
+
+
+def processes() -> dict[str, int]:
+    """Share the cores of this machine among the packages, by the number of their test files."""
+    files = {p: len(list(ROOT.glob(f"packages/{p}/tests/test_*.py"))) for p in PACKAGES}
+    cores = os.cpu_count() or 1
+    return {p: max(1, round(cores * count / sum(files.values()))) for p, count in files.items()}
 
 
 def sanitize(run: Run) -> None:
-    """compute-sanitizer on a few cases of every op: memcheck, then racecheck."""
+    """compute-sanitizer on a case of every device test that compiles nothing."""
     if run.device == "cpu" or gpu_install.is_rocm():
         reason = "compute-sanitizer is NVIDIA's and needs a CUDA GPU"
         run.results.append(Outcome("sanitizer", "skipped", 0.0, reason))
         print(run.results[-1].line())
         return
     sanitizer = find_sanitizer()
-    files = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("packages/*/tests/test_*_gpu.py"))
-    sample = ["-p", "ci.sampling", "--cases-per-test", str(SANITIZED_CASES)]
-    limits = ["--device", run.device, "-k", "test_is_repeatable", *sample]
+    limits = ["--device", run.device, "--device-tests-only", "-m", "not builds", *TOLD_AT_ONCE]
+    limits += ["-k", "not compile and not formula", "-p", "ci.sampling", "--cases-per-test", "1"]
     deadline = time.monotonic() + run.share("sanitizer")
-    jobs = [(tool, file) for tool in ("memcheck", "racecheck") for file in files]
-    for index, (tool, file) in enumerate(jobs):
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
+    for index, tool in enumerate(TOOLS):
         # Of torch's kernels nothing is asked, and all of them together take minutes.
-        command += ["--kernel-name", "kernel_substring=apex", *PYTEST, *limits, file]
-        seconds = max(1.0, (deadline - time.monotonic()) / (len(jobs) - index))
-        # Tensors that share a block of torch's cache would hide a step from one into the next.
-        package = file.split("/")[1]
-        run.call(f"{tool} {package}", command, seconds, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        checked = [sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=apex"]
+        checked += ["--error-exitcode", "9", *PYTEST, *limits]
+        run.call_all(
+            {
+                f"{tool} {package} {part}": [
+                    *checked,
+                    *("--share", part, f"packages/{package}/tests"),
+                ]
+                for package, count in processes().items()
+                for part in [f"{i + 1}/{count}" for i in range(count)]
+            },
+            max(1.0, (deadline - time.monotonic()) / (len(TOOLS) - index)),
+            # Tensors that share a block of torch's cache would hide a step from one into the next.
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        )
 
 
 def bench(run: Run) -> None:
     """All benchmarks, one after the other, each within its share of what is left."""
+    records = gpu_report.records_file(run.out)
+    records.unlink(missing_ok=True)
     settings = {
         "APEX_BENCH_DEVICE": run.device,
-        "APEX_BENCH_JSON": str(gpu_report.records_file(run.out)),
-        "APEX_BENCH_SECONDS": "0.3",  # a case; GPUs are quiet, and there are many cases
+        "APEX_BENCH_JSON": str(records),
+        # Of a case; GPUs are quiet, and there are many cases.
+        "APEX_BENCH_SECONDS": os.environ.get("APEX_BENCH_SECONDS", "0.3"),
     }
-    gpu_report.records_file(run.out).unlink(missing_ok=True)
     files = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
     files = [f for f in files if "device" in f.read_text()]  # one is of processes, on CPUs
+    if run.benchmarks:
+        files = [f for f in files if benchmark_name(f) in run.benchmarks]
     deadline = time.monotonic() + run.share("bench")
-    for index, file in enumerate(files):
-        seconds = max(1.0, (deadline - time.monotonic()) / (len(files) - index))
-        name = file.stem.removeprefix("bench_")
-        run.call(f"bench {name}", [sys.executable, str(file)], seconds, **settings)
+    while files and time.monotonic() < deadline:
+        files = files[bench_in_one_process(run, files, deadline - time.monotonic(), settings) :]
+
+
+def bench_in_one_process(
+    run: Run, files: list[Path], seconds: float, settings: dict[str, str]
+) -> int:
+    """Run benchmarks until one ends their process; return how many have an outcome."""
+    outcomes = run.out / "gpu.outcomes.jsonl"
+    outcomes.unlink(missing_ok=True)
+    script = str(ROOT / "ci" / "gpu_benchmarks.py")
+    command = [sys.executable, script, str(outcomes), str(seconds), *map(str, files)]
+    whole = run.call("benchmarks", command, seconds + 10, **settings)
+    lines = outcomes.read_text().splitlines() if outcomes.is_file() else []
+    outcomes.unlink(missing_ok=True)
+    for line in map(json.loads, lines):
+        name = f"bench {benchmark_name(Path(line.pop('file')))}"
+        run.results.append(Outcome(name, **line))
+        print(run.results[-1].line(), flush=True)
+    if len(lines) == len(files):
+        return len(files)
+    ended = Outcome(f"bench {benchmark_name(files[len(lines)])}", "failed", 0.0, whole.detail)
+    run.results.append(ended)
+    return len(lines) + 1
+
+
+def benchmark_name(file: Path) -> str:
+    return file.stem.removeprefix("bench_")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "shared_csrc"))
 
-TEST_TOOLS = ("pytest", "pytest_timeout", "numpy", "filelock", "hypothesis")
+TEST_TOOLS = ("pytest", "pytest_timeout", "xdist", "numpy", "filelock", "hypothesis")
 
 
 class InstallError(RuntimeError):

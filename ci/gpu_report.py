@@ -63,9 +63,10 @@ def page(machine: dict, steps: list[dict], records: list[dict]) -> str:
             f"Copy bandwidth, the median over benchmarks: {median(bandwidths):.0f} GB/s, reads and "
             "writes counted.",
             "",
-            "Times are of one call on cold caches. Bytes count each input read once and each "
-            "output written once. In brackets is the ratio of calls in a loop, launches and Python "
-            "included.",
+            "Times are of one call on cold caches, replayed from a CUDA graph (~: launched from "
+            "Python, because a contestant cannot be captured). Bytes count each input read once "
+            "and each output written once. In brackets is the ratio of calls in a loop, launches "
+            "and Python included.",
             "",
             markdown(records),
             "",

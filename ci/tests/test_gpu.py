@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from environments import ROOT
 
-from ci import gpu, gpu_install, gpu_process, gpu_report
+from ci import gpu, gpu_benchmarks, gpu_install, gpu_process, gpu_report
 from ci.gpu_process import Outcome, execute
 
 RECORD = {
@@ -33,9 +33,19 @@ def fake(tmp_path, monkeypatch):
 
     def fake_execute(name, command, environment, seconds, log, cwd):
         calls.append((name, command, environment, seconds))
-        if name.startswith("bench "):
-            with open(environment["APEX_BENCH_JSON"], "a") as file:
-                file.write(json.dumps(RECORD | {"op": name}) + "\n")
+        if name == "benchmarks":
+            outcomes, given, *files = command[2:]
+            for file in files:
+                own = f"bench {gpu.benchmark_name(Path(file))}"
+                verdict = fake_execute.verdicts.get(own, "passed")
+                if verdict == "dead":
+                    return Outcome(name, "failed", 1.0, "Segmentation fault")
+                calls.append((own, command, environment, float(given)))
+                with open(environment["APEX_BENCH_JSON"], "a") as records:
+                    records.write(json.dumps(RECORD | {"op": own}) + "\n")
+                outcome = {"file": file, "status": verdict, "seconds": 1.0, "detail": ""}
+                with open(outcomes, "a") as lines:
+                    lines.write(json.dumps(outcome) + "\n")
         return Outcome(name, fake_execute.verdicts.get(name, "passed"), 1.0)
 
     fake_execute.verdicts, fake_execute.calls = {}, calls
@@ -54,17 +64,23 @@ def test_everything_runs_and_is_reported(fake, tmp_path, capsys):
     names = [name for name, *_ in fake.calls]
     packages = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
     assert sorted(names[:5]) == [f"tests {p}" for p in packages]
-    assert names[5:15] == [f"{t} {p}" for t in ("memcheck", "racecheck") for p in packages]
-    assert {"bench fused_adam", "bench layer_norm", "bench xentropy"} <= set(names[15:])
+    sanitized = [name.partition(" ") for name in names if "check " in name]
+    for tool in ("memcheck", "racecheck"):
+        parts = {rest for name, _, rest in sanitized if name == tool}
+        expected = {f"{p} {i + 1}/{n}" for p, n in gpu.processes().items() for i in range(n)}
+        assert parts == expected
+    assert [name for name, *_ in sanitized] == sorted(name for name, *_ in sanitized)
+    assert {"bench fused_adam", "bench layer_norm", "bench xentropy"} <= set(names)
     assert "bench distributed" not in names
 
     written = json.loads((tmp_path / "out" / "nvidia-h100-80gb.json").read_text())
     assert [s["name"] for s in written["steps"]] == ["install", *names]
-    assert len(written["records"]) == len(names[15:])
+    benchmarks = [name for name in names if name.startswith("bench ")]
+    assert len(written["records"]) == len(benchmarks)
     page = (tmp_path / "out" / "nvidia-h100-80gb.md").read_text()
     assert "| bench fused_adam | 2 x 10M | 200.0 | 93% |" in page
     assert "3000 GB/s" in page
-    assert f"{len(names) + 1} passed; {len(names[15:])} figures" in capsys.readouterr().out
+    assert f"{len(names) + 1} passed; {len(benchmarks)} figures" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("*.partial.jsonl"))
 
 
@@ -74,9 +90,11 @@ def test_commands(fake):
     command, _ = calls["tests apex-amp"]
     assert "--device cuda --device-tests-only" in " ".join(command)
     assert command[-1] == "packages/apex-amp/tests"
-    command, environment = calls["racecheck apex-contrib"]
-    assert command[:5] == ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9"]
-    assert command[-1] == "packages/apex-contrib/tests/test_xentropy_gpu.py"
+    parts = gpu.processes()["apex-contrib"]
+    command, environment = calls[f"racecheck apex-contrib 1/{parts}"]
+    assert command[:3] == ["compute-sanitizer", "--tool", "racecheck"]
+    assert "--error-exitcode 9" in " ".join(command)
+    assert command[-3:] == ["--share", f"1/{parts}", "packages/apex-contrib/tests"]
     assert environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
     assert calls["bench layer_norm"][1]["APEX_BENCH_DEVICE"] == "cuda"
 
@@ -86,13 +104,12 @@ def test_time_is_shared(fake):
     seconds = {name: s for name, _, _, s in fake.calls}
     tests, memcheck, bench = (
         [s for name, s in seconds.items() if name.startswith(kind)]
-        for kind in ("tests", "memcheck", "bench")
+        for kind in ("tests", "memcheck", "bench ")
     )
-    # What all may take together, run one after the other by so many workers, fits into a share.
-    workers = max(1, min(5, (os.cpu_count() or 1) // 2))
-    assert sum(tests) / workers == pytest.approx(0.45 * 600, rel=0.01)
-    assert memcheck[0] == pytest.approx(0.35 * 600 / 10, rel=0.01)  # the fakes take no time
-    assert bench[0] == pytest.approx(600 / len(bench), rel=0.01)
+    assert tests == pytest.approx([0.45 * 600] * 5, rel=0.01)  # side by side
+    # The fakes take no time.
+    assert memcheck == pytest.approx([0.35 * 600 / 2] * len(memcheck), rel=0.01)
+    assert bench == pytest.approx([600] * len(bench), rel=0.01)  # shared by their process
 
 
 @pytest.mark.parametrize("verdict", ["failed", "timed out"])
@@ -100,7 +117,7 @@ def test_a_failure_stops_nothing_and_is_told(fake, verdict, capsys):
     fake.verdicts |= {"tests apex-amp": verdict}
     assert fake.main() == 1
     names = [name for name, *_ in fake.calls]
-    assert "racecheck apex-parallel" in names
+    assert any(name.startswith("racecheck apex-parallel ") for name in names)
     assert "bench fused_adam" in names
     assert f"1 {verdict}" in capsys.readouterr().out.splitlines()[-1]
 
@@ -118,7 +135,50 @@ def test_an_error_in_a_step_is_a_failure_of_that_step(fake, monkeypatch, capsys)
 def test_only_some_steps(fake):
     assert fake.main("--only", "bench,tests") == 0
     kinds = [name.split()[0] for name, *_ in fake.calls]
-    assert list(dict.fromkeys(kinds)) == ["tests", "bench"]
+    assert list(dict.fromkeys(kinds)) == ["tests", "benchmarks", "bench"]
+
+
+def test_only_some_benchmarks(fake):
+    assert fake.main("--only", "bench", "--benchmarks", "xentropy, layer_norm") == 0
+    assert [name for name, *_ in fake.calls] == ["benchmarks", "bench xentropy", "bench layer_norm"]
+
+
+def test_a_benchmark_that_ends_the_process_is_alone_in_it(fake, tmp_path, capsys):
+    fake.verdicts |= {"bench layer_norm": "dead"}
+    assert fake.main("--only", "bench", "--benchmarks", "xentropy,layer_norm,rms_norm") == 1
+    names = ["benchmarks", "bench xentropy", "benchmarks", "bench rms_norm"]
+    assert [name for name, *_ in fake.calls] == names
+    (written,) = (tmp_path / "out").glob("*.json")
+    steps = {s["name"]: s for s in json.loads(written.read_text())["steps"]}
+    assert steps["bench layer_norm"]["status"] == "failed"
+    assert steps["bench layer_norm"]["detail"] == "Segmentation fault"
+    assert steps["bench rms_norm"]["status"] == "passed"
+
+
+def benchmark_outcomes(tmp_path, seconds, **sources):
+    for name, source in sources.items():
+        (tmp_path / f"bench_{name}.py").write_text(source)
+    files = [str(tmp_path / f"bench_{name}.py") for name in sources]
+    gpu_benchmarks.main(str(tmp_path / "outcomes"), str(seconds), *files)
+    lines = map(json.loads, (tmp_path / "outcomes").read_text().splitlines())
+    return [(Path(o["file"]).stem, o["status"], o["detail"]) for o in lines]
+
+
+def test_benchmarks_in_one_process(tmp_path):
+    outcomes = benchmark_outcomes(
+        tmp_path,
+        4,
+        good="import sys\nsys.seen = __name__",
+        bad="raise ValueError('why')",
+        slow="import time\ntry:\n    time.sleep(60)\nexcept Exception:\n    pass",
+        last="import sys\nassert sys.seen == '__main__'",
+    )
+    assert outcomes == [
+        ("bench_good", "passed", ""),
+        ("bench_bad", "failed", "ValueError: why"),
+        ("bench_slow", "timed out", ""),
+        ("bench_last", "passed", ""),
+    ]
 
 
 def test_amd_and_rehearsals_have_no_sanitizer(fake, monkeypatch, capsys):
@@ -133,6 +193,7 @@ def test_amd_and_rehearsals_have_no_sanitizer(fake, monkeypatch, capsys):
     ("arguments", "complaint"),
     [
         (["--only", "tests,speed"], "got 'speed'"),
+        (["--benchmarks", "speed"], "--benchmarks: there is no bench_speed.py"),
         (["--minutes", "0"], "--minutes must be positive"),
         (["--wheels", str(ROOT / "docs")], "holds no wheel of Apex"),
     ],

@@ -108,7 +108,8 @@ def table(records: list[dict]) -> str:
 def markdown(records: list[dict]) -> str:
     """Return records as a Markdown table, a row per case: ours, and times of the peers.
 
-    Times in a loop are there for GPUs. A case that no attempt measured quietly has a ``!``.
+    Times in a loop are there for GPUs, where a ``~`` marks times of calls that are launched from
+    Python. A case that no attempt measured quietly has a ``!``.
     """
     cases: dict[tuple, list[dict]] = {}
     for record in records:
@@ -123,6 +124,7 @@ def markdown(records: list[dict]) -> str:
         peers = ", ".join(_peer(r) for r in rows if r["contestant"] != "apex")
         fraction = f"{ours['copy_fraction']:.0%}" if ours and ours["copy_fraction"] else ""
         time_us = f"{ours['median_us']:.1f}" if ours else ""
+        time_us += " ~" if any(r.get("is_replayed") is False for r in rows) else ""
         time_us += " !" if any(r.get("is_noisy") for r in rows) else ""
         lines.append(f"| {op} | {case} | {time_us} | {fraction} | {peers} |")
     return "\n".join(lines)
