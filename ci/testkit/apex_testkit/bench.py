@@ -24,6 +24,7 @@ MAX_OTHER_LOAD = 0.12  # of a core; a busier attempt is repeated
 MAX_ATTEMPTS = 3
 _WARM_UP_CALLS = 3
 _LOOP_SAMPLES, _LOOP_CALLS = 5, 20  # whose launches overlap with the work of those before
+_LOOP_SECONDS = 20e-3  # of fewer calls where one is slow
 _SAMPLE_SECONDS = 500e-6  # a sample repeats a quick contestant until it lasts about this long
 _CASE_SECONDS = float(os.environ.get("APEX_BENCH_SECONDS", "2"))  # unless `repeats` is given
 # Contestants that are left out, by name: where compiling peers takes longer than there is time.
@@ -91,7 +92,7 @@ def compare(
     is_replayed = replays is not None
     timings, load, attempts = _quietest(replays or contestants, repeats, _time_cuda_cold)
     del replays  # and the memory of their graphs
-    loop_us = {name: _loop_us(f) for name, f in contestants.items()}
+    loop_us = {n: _loop_us(f, timings[n].median_us * 1e-6) for n, f in contestants.items()}
     return _report(op, case, timings, load, attempts, device, bytes_moved, loop_us, is_replayed)
 
 
@@ -237,22 +238,35 @@ def _replays(contestants: dict[str, Callable]) -> dict[str, Callable] | None:
                 function()
         except Exception as error:  # which one is up to the contestant
             print(f"{name} is launched from Python: {error}".splitlines()[0], flush=True)
-            torch.cuda.synchronize()
+            _end_failed_capture()
             return None
         replays[name] = graph.replay
     return replays
 
 
-def _loop_us(function: Callable) -> float:
-    """Return microseconds per call in a loop as a program has it: the slower of host and GPU."""
+def _end_failed_capture() -> None:
+    """Free torch's random numbers from the capture, which they would wait for the end of."""
+    torch.cuda.synchronize()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    fresh = torch.Generator(generator.device).manual_seed(0)
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def _loop_us(function: Callable, seconds: float) -> float:
+    """Return microseconds per call in a loop as a program has it: the slower of host and GPU.
+
+    Args:
+        seconds: that a call takes, about.
+    """
+    calls = max(1, min(_LOOP_CALLS, round(_LOOP_SECONDS / seconds)))
     samples = []
     for _ in range(_LOOP_SAMPLES):
         torch.cuda.synchronize()
         start = time.perf_counter_ns()
-        for _ in range(_LOOP_CALLS):
+        for _ in range(calls):
             function()
         torch.cuda.synchronize()
-        samples.append((time.perf_counter_ns() - start) / _LOOP_CALLS * 1e-3)
+        samples.append((time.perf_counter_ns() - start) / calls * 1e-3)
     return statistics.median(samples)
 
 

@@ -36,7 +36,7 @@ def test_on_a_gpu_the_time_in_a_loop_is_beside_that_on_cold_caches(monkeypatch, 
     cold, in_loop = {0: 10e-6, 1: 40e-6}, {0: 20.0, 1: 30.0}
     monkeypatch.setattr(bench, "_time_cuda_cold", lambda function, calls: cold[function()])
     monkeypatch.setattr(bench, "_replays", lambda contestants: None)
-    monkeypatch.setattr(bench, "_loop_us", lambda function: in_loop[function()])
+    monkeypatch.setattr(bench, "_loop_us", lambda function, seconds: in_loop[function()])
     monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1000.0)
     monkeypatch.setattr(bench, "machine_facts", lambda device: {})
     apex, peer = bench.compare(

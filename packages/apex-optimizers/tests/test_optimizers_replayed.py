@@ -169,7 +169,8 @@ def test_scaled_gradients_give_the_same_bits(kind, device):
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "second step"])
 def test_grad_scaler_skips_a_step(kind, bad, first, device):
-    ours = make_params(device)
+    # On a GPU torch's scaler takes no bfloat16.
+    ours = [p for p in make_params(device) if device.type == "cpu" or p.dtype != torch.bfloat16]
     plain = copy.deepcopy(ours)
     optimizer, expected = make(kind, ours, capturable=True), make(kind, plain)
     scaler = torch.amp.GradScaler(device, init_scale=4.0)

@@ -17,7 +17,7 @@ inline constexpr int64_t kGroupColumns = 1024;
 inline constexpr int kRowsPerBlock = 4;  // of such rows
 inline constexpr int kRowwiseThreads = 256;
 inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
-inline constexpr int kPacksPerPart = 8;           // of a sum
+inline constexpr int kPacksPerPart = 4;           // of a sum
 
 // A thread's terms of a sum in two stages: were each added to the total, a large one would swallow
 // the digits of all that follow.
