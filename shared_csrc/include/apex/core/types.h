@@ -108,9 +108,15 @@ APEX_HD float to_float(BFloat16 value) {
 
 // Round to nearest even; a NaN stays a (quiet) NaN, which adding the rounding bias could break.
 APEX_HD BFloat16 to_bfloat16(float value) {
+#if defined(__CUDA_ARCH__)  // one instruction for six
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return {bits};
+#else
   uint32_t bits = bit_cast<uint32_t>(value);
   uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return {static_cast<uint16_t>(value != value ? 0x7fc0u : rounded)};
+#endif
 }
 
 APEX_HD float to_float(CutBFloat16 value) { return to_float(BFloat16{value.bits}); }

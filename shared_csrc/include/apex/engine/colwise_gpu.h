@@ -8,7 +8,8 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int kColwiseThreadsY = 8;      // rows in flight per block
+inline constexpr int kColwiseThreadsY = 8;
+inline constexpr int kRowsInFlight = 4;         // of each thread
 inline constexpr int64_t kColwiseRows = 128;    // rows per tile, at least
 inline constexpr int64_t kColwiseSplits = 128;  // tiles along the rows, at most
 
@@ -104,21 +105,39 @@ APEX_DEVICE void merge_block(const Program& program, Array<T, Program::kSums>& s
   }
 }
 
+// The sums of a column over a thread's rows of [begin, end). Several rows are under way, each with
+// sums of its own, so that none waits for another and no chain of roundings is long.
+template <class T, class Program>
+APEX_DEVICE Array<T, Program::kSums> thread_sums(int64_t begin, int64_t end, int64_t columns,
+                                                 int64_t column, const Program& program) {
+  using Column = ColumnRow<T, Program::kSums>;
+  constexpr int kRows = kRowsInFlight;
+  Column rows[kRows] = {{columns, column}, {columns, column}, {columns, column}, {columns, column}};
+  int64_t index = begin + threadIdx.y;
+  for (; index + (kRows - 1) * kColwiseThreadsY < end; index += kRows * kColwiseThreadsY) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rows[i].move_to(index + i * kColwiseThreadsY);
+      program.column_sums(rows[i]);
+    }
+  }
+  for (; index < end; index += kColwiseThreadsY) {
+    rows[0].move_to(index);
+    program.column_sums(rows[0]);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; i += 2) merge_sums(program, rows[i].sums, rows[i + 1].sums);
+  merge_sums(program, rows[0].sums, rows[2].sums);
+  return rows[0].sums;
+}
+
 // The sums over rows [begin, end) of the columns that a block has; partials: [kSums, columns].
 template <class Program, class T>
 APEX_DEVICE void column_tile(int64_t begin, int64_t end, int64_t columns, int64_t column,
                              T* partials, const Program& program) {
   constexpr int kSums = Program::kSums;
   Array<T, kSums> sums{};
-  if (column < columns) {
-    ColumnRow<T, kSums> row(columns, column);
-#pragma unroll 4  // loads of several rows are under way
-    for (int64_t index = begin + threadIdx.y; index < end; index += kColwiseThreadsY) {
-      row.move_to(index);
-      program.column_sums(row);
-    }
-    sums = row.sums;
-  }
+  if (column < columns) sums = thread_sums<T>(begin, end, columns, column, program);
   merge_block(program, sums);
   if (threadIdx.y != 0 || column >= columns) return;
   for (int n = 0; n < kSums; ++n) partials[n * columns + column] = sums[n];

@@ -12,8 +12,10 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Up to this many columns a group of 32 lanes takes a row without barriers.
-inline constexpr int64_t kGroupColumns = 1024;
+// Up to this many columns a group of 32 lanes takes a row without barriers. Where rows are too few
+// to fill the GPU, longer ones than kShortColumns go to a block each, for whose threads less is
+// left to do one after the other.
+inline constexpr int64_t kGroupColumns = 1024, kShortColumns = 256, kManyRows = 2048;
 inline constexpr int kRowsPerBlock = 4;  // of such rows
 inline constexpr int kRowwiseThreads = 256;
 inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
@@ -214,9 +216,17 @@ class Row {
 
   template <class F, class... Views>
   APEX_DEVICE void each_of(int64_t count, const F& functor, Views... views) const {
-    for (int64_t run = 0; run < count; ++run) {
-      each(functor, views...);
-      ((views.data += views.next_row), ...);
+    // Where a run is narrower than the row's threads, these share out the runs.
+    constexpr int N = pack_size<typename Views::storage...>();
+    int lanes = 1;
+    while (lanes < blockDim.x && static_cast<int64_t>(lanes) * N < columns_) lanes *= 2;
+    const int lane_of_run = threadIdx.x % lanes, first = threadIdx.x / lanes;
+    const int at_once = blockDim.x / lanes;
+    ((views.data += first * views.next_row), ...);
+    for (int64_t run = first; run < count; run += at_once) {
+      pass_of(
+          lane_of_run, lanes, [&](auto& pack, int lane) { pack.call(functor, lane); }, views...);
+      ((views.data += at_once * views.next_row), ...);
     }
   }
 
@@ -249,28 +259,43 @@ class Row {
   // body(pack, lane) for every element of this thread; packs where memory is aligned.
   template <class Body, class... Views>
   APEX_DEVICE void pass(const Body& body, const Views&... views) const {
+    pass_of(threadIdx.x, blockDim.x, body, views...);
+  }
+
+  // The same for a row that only so many threads share, of which this one is `thread`.
+  template <class Body, class... Views>
+  APEX_DEVICE void pass_of(int thread, int threads, const Body& body, const Views&... views) const {
     constexpr int N = pack_size<typename Views::storage...>();
     bool aligned = (view_aligned<N>(views) && ...);
     if (aligned) {
-      pass_packs<N>(body, views...);
+      pass_packs<N>(thread, threads, body, views...);
     } else {
-      pass_packs<1>(body, views...);
+      pass_packs<1>(thread, threads, body, views...);
     }
   }
 
+  // Whole packs ask no lane whether it has an element.
   template <int N, class Body, class... Views>
-  APEX_DEVICE void pass_packs(const Body& body, const Views&... views) const {
+  APEX_DEVICE void pass_packs(int thread, int threads, const Body& body,
+                              const Views&... views) const {
     GpuPack<T, N, std::index_sequence_for<Views...>, Views...> pack;
-    int64_t stride = static_cast<int64_t>(blockDim.x) * N;
-    for (int64_t column = static_cast<int64_t>(threadIdx.x) * N; column < columns_;
-         column += stride) {
-      int count = static_cast<int>(min(static_cast<int64_t>(N), columns_ - column));
-      pack.load_all(column, count, views...);
+    int64_t column = static_cast<int64_t>(thread) * N;
+    const int64_t stride = static_cast<int64_t>(threads) * N;
+    for (; column + N <= columns_; column += stride) {
+      pack.load_all(column, N, views...);
 #pragma unroll
-      for (int lane = 0; lane < N; ++lane) {
-        if (lane < count) body(pack, lane);
+      for (int lane = 0; lane < N; ++lane) body(pack, lane);
+      pack.store_all(column, N, views...);
+    }
+    if constexpr (N > 1) {
+      // What fills no pack, by its thread alone: where rows have such a rest, few are aligned.
+      GpuPack<T, 1, std::index_sequence_for<Views...>, Views...> single;
+#pragma unroll 1
+      for (; column < columns_; ++column) {
+        single.load_all(column, 1, views...);
+        body(single, 0);
+        single.store_all(column, 1, views...);
       }
-      pack.store_all(column, count, views...);
     }
   }
 
@@ -312,8 +337,9 @@ template <class Context, RowProgram Program>
 void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   if (rows == 0) return;
-  bool group = columns <= kGroupColumns;
-  dim3 block(group ? kGroupLanes : kRowwiseThreads, group ? kRowsPerBlock : 1);
+  const bool group = columns <= (rows < kManyRows ? kShortColumns : kGroupColumns);
+  const int threads = columns <= kGroupColumns ? kRowwiseThreads / 2 : kRowwiseThreads;
+  dim3 block(group ? kGroupLanes : threads, group ? kRowsPerBlock : 1);
   int64_t blocks = std::min((rows + block.y - 1) / block.y, kRowwiseBlocks);
   // A multiple of 8 elements keeps every slot aligned for 16-byte vectors.
   int64_t stride = (columns + 7) / 8 * 8;
