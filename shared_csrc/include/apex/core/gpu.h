@@ -1,7 +1,8 @@
 // The GPU runtime layer that engines use: groups of lanes, shuffles, shared memory and launches.
 //
 // A "group" is 32 lanes on every GPU: half a wavefront on CDNA, a warp elsewhere. No code asks for
-// the width of a warp, which HIP does not know at compile time.
+// the width of a warp, which HIP does not know at compile time. Where blockDim.x is a smaller power
+// of two, a group is the lanes of one threadIdx.y.
 #pragma once
 
 #include "apex/core/types.h"
@@ -24,12 +25,26 @@ inline constexpr size_t kSharedBytes = 48 * 1024;
 // What variables of a kernel with dynamic memory take of it at most; ci/kernels.py checks that.
 inline constexpr size_t kSharedVariableBytes = 1024;
 
+// Lanes of a thread's group.
+APEX_DEVICE int group_lanes() {
+  return blockDim.x < kGroupLanes ? static_cast<int>(blockDim.x) : kGroupLanes;
+}
+
+// Those of 32 lanes that are of a thread's group, a bit each.
+APEX_DEVICE unsigned group_mask() {
+  if (blockDim.x >= kGroupLanes) return 0xffffffffu;
+  return ((1u << blockDim.x) - 1) << (threadIdx.y * blockDim.x % kGroupLanes);
+}
+
 #if defined(APEX_CUDA) || defined(APEX_HIP)
+
+// Threads that keep a GPU busy: half of what an H100 or an MI300 holds.
+inline constexpr int64_t kFillingThreads = 1 << 17;
 
 template <class T>
 APEX_DEVICE T shuffle_xor(T value, int mask) {
 #if defined(APEX_CUDA)
-  return __shfl_xor_sync(0xffffffffu, value, mask, kGroupLanes);
+  return __shfl_xor_sync(group_mask(), value, mask, kGroupLanes);
 #else
   return __shfl_xor(value, mask, kGroupLanes);
 #endif
@@ -37,7 +52,7 @@ APEX_DEVICE T shuffle_xor(T value, int mask) {
 
 APEX_DEVICE void sync_group() {
 #if defined(APEX_CUDA)
-  __syncwarp();
+  __syncwarp(group_mask());
 #else
   __builtin_amdgcn_wave_barrier();  // lanes of a wavefront run in step
 #endif
@@ -78,16 +93,18 @@ struct Max {
 // The reduction over the group's lanes, in all of them.
 template <class T, class Op>
 APEX_DEVICE T reduce_group(T value, Op op) {
-  for (int mask = kGroupLanes / 2; mask > 0; mask /= 2) value = op(value, shuffle_xor(value, mask));
+  for (int mask = group_lanes() / 2; mask > 0; mask /= 2) {
+    value = op(value, shuffle_xor(value, mask));
+  }
   return value;
 }
 
-// The reduction over threads with one threadIdx.y, in all of them. blockDim.x is a multiple of the
-// group's lanes; when it is one group no barrier is needed, else blockDim.y must be 1.
+// The reduction over threads with one threadIdx.y, in all of them. blockDim.x is one group, which
+// needs no barrier, or a multiple of 32; then blockDim.y must be 1.
 template <class T, class Op>
 APEX_DEVICE T reduce_row(T value, Op op) {
   value = reduce_group(value, op);
-  if (blockDim.x == kGroupLanes) return value;
+  if (blockDim.x <= kGroupLanes) return value;
   APEX_SHARED(T, partials, [32]);  // at most 1,024 threads, 32 groups
   int group = threadIdx.x / kGroupLanes, groups = blockDim.x / kGroupLanes;
   if (threadIdx.x % kGroupLanes == 0) partials[group] = value;

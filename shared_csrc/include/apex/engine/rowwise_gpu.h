@@ -1,4 +1,4 @@
-// Row programs on a GPU: 32 lanes per row for short rows, a block per row for long ones.
+// Row programs on a GPU: 8 to 32 lanes per row for short rows, a block per row for long ones.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Up to this many columns a group of 32 lanes takes a row without barriers. Where rows are too few
-// to fill the GPU, longer ones than kShortColumns go to a block each, for whose threads less is
-// left to do one after the other.
-inline constexpr int64_t kGroupColumns = 1024, kShortColumns = 256, kManyRows = 2048;
-inline constexpr int kRowsPerBlock = 4;  // of such rows
+// Up to so many columns a group of lanes takes a row, which needs no barrier: if rows are too few
+// to fill the GPU, the first number, else the second.
+inline constexpr int64_t kColumnsOfFewRows = 256, kGroupColumns = 1024;
+inline constexpr int kFewestLanes = 8;     // of a row
+inline constexpr int kGroupThreads = 128;  // of a block of such rows
 inline constexpr int kRowwiseThreads = 256;
 inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
 inline constexpr int kPacksPerPart = 4;           // of a sum
@@ -249,7 +249,7 @@ class Row {
 
  private:
   APEX_DEVICE void sync() const {
-    if (blockDim.x == kGroupLanes) {
+    if (blockDim.x <= kGroupLanes) {
       sync_group();
     } else {
       __syncthreads();
@@ -330,6 +330,15 @@ __global__ void __launch_bounds__(kRowwiseThreads)
   }
 }
 
+// Threads per row: as many as have a pack each, or more if rows are too few to fill the GPU.
+inline int threads_per_row(int64_t rows, int64_t columns) {
+  if (columns > kGroupColumns) return kRowwiseThreads;
+  int lanes = kFewestLanes;
+  while (lanes < kGroupLanes && lanes * 8 < columns) lanes *= 2;
+  if (rows * lanes >= kFillingThreads) return lanes;
+  return columns <= kColumnsOfFewRows ? kGroupLanes : kGroupThreads;
+}
+
 template <class P>
 concept RowProgram = RowProgramOn<P, Row<typename P::value_type>>;
 
@@ -337,9 +346,8 @@ template <class Context, RowProgram Program>
 void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   if (rows == 0) return;
-  const bool group = columns <= (rows < kManyRows ? kShortColumns : kGroupColumns);
-  const int threads = columns <= kGroupColumns ? kRowwiseThreads / 2 : kRowwiseThreads;
-  dim3 block(group ? kGroupLanes : threads, group ? kRowsPerBlock : 1);
+  const int threads = threads_per_row(rows, columns);
+  const dim3 block(threads, threads <= kGroupLanes ? kGroupThreads / threads : 1);
   int64_t blocks = std::min((rows + block.y - 1) / block.y, kRowwiseBlocks);
   // A multiple of 8 elements keeps every slot aligned for 16-byte vectors.
   int64_t stride = (columns + 7) / 8 * 8;

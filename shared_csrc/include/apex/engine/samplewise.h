@@ -22,7 +22,7 @@ inline namespace APEX_BACKEND_NS {
 
 #if defined(APEX_GPU)
 
-inline constexpr int kSampleThreads = 256;
+inline constexpr int kSampleThreads = 128;
 
 class SampleGroup {
  public:
