@@ -33,15 +33,15 @@ inline constexpr int64_t kFillingThreads = 64;
 
 // As CUDA has it where warps are of 32 lanes, as HIP has it where they are of 64.
 template <class T>
-T shuffle_xor(T value, int mask) {
+T shuffle_lanes(unsigned lanes, T value, int mask) {
   if (emulation::warp_width() == kNvidiaLanes) {
-    return __shfl_xor_sync(group_mask(), value, mask, kNvidiaLanes);
+    return __shfl_xor_sync(lanes, value, mask, kNvidiaLanes);
   }
   return __shfl_xor(value, mask, kNvidiaLanes);
 }
 
-inline void sync_group() {
-  emulation::warp_width() == kNvidiaLanes ? __syncwarp(group_mask()) : __wave_barrier();
+inline void sync_lanes(unsigned lanes) {
+  emulation::warp_width() == kNvidiaLanes ? __syncwarp(lanes) : __wave_barrier();
 }
 
 template <class... Parameters, class... Arguments>

@@ -25,34 +25,24 @@ inline constexpr size_t kSharedBytes = 48 * 1024;
 // What variables of a kernel with dynamic memory take of it at most; ci/kernels.py checks that.
 inline constexpr size_t kSharedVariableBytes = 1024;
 
-// Lanes of a thread's group.
-APEX_DEVICE int group_lanes() {
-  return blockDim.x < kGroupLanes ? static_cast<int>(blockDim.x) : kGroupLanes;
-}
-
-// Those of 32 lanes that are of a thread's group, a bit each.
-APEX_DEVICE unsigned group_mask() {
-  if (blockDim.x >= kGroupLanes) return 0xffffffffu;
-  return ((1u << blockDim.x) - 1) << (threadIdx.y * blockDim.x % kGroupLanes);
-}
-
 #if defined(APEX_CUDA) || defined(APEX_HIP)
 
 // Threads that keep a GPU busy: half of what an H100 or an MI300 holds.
 inline constexpr int64_t kFillingThreads = 1 << 17;
 
+// Among the given lanes of 32, a bit each.
 template <class T>
-APEX_DEVICE T shuffle_xor(T value, int mask) {
+APEX_DEVICE T shuffle_lanes(unsigned lanes, T value, int mask) {
 #if defined(APEX_CUDA)
-  return __shfl_xor_sync(group_mask(), value, mask, kGroupLanes);
+  return __shfl_xor_sync(lanes, value, mask, kGroupLanes);
 #else
   return __shfl_xor(value, mask, kGroupLanes);
 #endif
 }
 
-APEX_DEVICE void sync_group() {
+APEX_DEVICE void sync_lanes(unsigned lanes) {
 #if defined(APEX_CUDA)
-  __syncwarp(group_mask());
+  __syncwarp(lanes);
 #else
   __builtin_amdgcn_wave_barrier();  // lanes of a wavefront run in step
 #endif
@@ -67,6 +57,24 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 }
 
 #endif  // else whoever brought the GPU has brought these
+
+// Lanes of a thread's group.
+APEX_DEVICE int group_lanes() {
+  return blockDim.x < kGroupLanes ? static_cast<int>(blockDim.x) : kGroupLanes;
+}
+
+// Those of 32 lanes that are of a thread's group, a bit each.
+APEX_DEVICE unsigned group_mask() {
+  if (blockDim.x >= kGroupLanes) return 0xffffffffu;
+  return ((1u << blockDim.x) - 1) << (threadIdx.y * blockDim.x % kGroupLanes);
+}
+
+template <class T>
+APEX_DEVICE T shuffle_xor(T value, int mask) {
+  return shuffle_lanes(group_mask(), value, mask);
+}
+
+APEX_DEVICE void sync_group() { sync_lanes(group_mask()); }
 
 template <class T, int N>
 APEX_DEVICE Array<T, N> shuffle_xor(const Array<T, N>& values, int mask) {
