@@ -28,9 +28,6 @@ inline namespace emu {
 
 inline constexpr int kNvidiaLanes = 32;
 
-// Few, so that small tests, too, have rows that share a warp.
-inline constexpr int64_t kFillingThreads = 64;
-
 // As CUDA has it where warps are of 32 lanes, as HIP has it where they are of 64.
 template <class T>
 T shuffle_lanes(unsigned lanes, T value, int mask) {

@@ -27,9 +27,6 @@ inline constexpr size_t kSharedVariableBytes = 1024;
 
 #if defined(APEX_CUDA) || defined(APEX_HIP)
 
-// Threads that keep a GPU busy: half of what an H100 or an MI300 holds.
-inline constexpr int64_t kFillingThreads = 1 << 17;
-
 // Among the given lanes of 32, a bit each.
 template <class T>
 APEX_DEVICE T shuffle_lanes(unsigned lanes, T value, int mask) {

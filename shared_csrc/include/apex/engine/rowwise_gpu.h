@@ -12,9 +12,10 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Up to so many columns a group of lanes takes a row, which needs no barrier: if rows are too few
-// to fill the GPU, the first number, else the second.
-inline constexpr int64_t kColumnsOfFewRows = 256, kGroupColumns = 1024;
+// Up to so many columns a group of lanes takes a row, which needs no barrier, and up to
+// kWideColumns a block of kGroupThreads. Rows' number decides nothing: a row has the same bits in
+// every batch.
+inline constexpr int64_t kGroupColumns = 512, kWideColumns = 1024;
 inline constexpr int kFewestLanes = 8;     // of a row
 inline constexpr int kGroupThreads = 128;  // of a block of such rows
 inline constexpr int kRowwiseThreads = 256;
@@ -330,13 +331,15 @@ __global__ void __launch_bounds__(kRowwiseThreads)
   }
 }
 
-// Threads per row: as many as have a pack each, or more if rows are too few to fill the GPU.
-inline int threads_per_row(int64_t rows, int64_t columns) {
-  if (columns > kGroupColumns) return kRowwiseThreads;
+// As many as have a pack each. A program of many runs a row, see each_of(), shares them out.
+template <class Program>
+int threads_per_row(int64_t columns) {
+  if (columns > kWideColumns) return kRowwiseThreads;
+  if (columns > kGroupColumns) return kGroupThreads;
+  if constexpr (requires { Program::kManyRuns; }) return kGroupLanes;
   int lanes = kFewestLanes;
-  while (lanes < kGroupLanes && lanes * 8 < columns) lanes *= 2;
-  if (rows * lanes >= kFillingThreads) return lanes;
-  return columns <= kColumnsOfFewRows ? kGroupLanes : kGroupThreads;
+  while (lanes < kGroupLanes && lanes * 4 < columns) lanes *= 2;
+  return lanes;
 }
 
 template <class P>
@@ -346,7 +349,7 @@ template <class Context, RowProgram Program>
 void rowwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   if (rows == 0) return;
-  const int threads = threads_per_row(rows, columns);
+  const int threads = threads_per_row<Program>(columns);
   const dim3 block(threads, threads <= kGroupLanes ? kGroupThreads / threads : 1);
   int64_t blocks = std::min((rows + block.y - 1) / block.y, kRowwiseBlocks);
   // A multiple of 8 elements keeps every slot aligned for 16-byte vectors.

@@ -39,6 +39,7 @@ struct TableRow {
 template <class S, class C>
 struct RotaryEmbedding {
   using value_type = compute_t<S>;
+  static constexpr bool kManyRuns = true;  // heads
 
   const S* x;
   const C *cos, *sin;  // [rows of the table, width]
