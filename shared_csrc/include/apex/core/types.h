@@ -108,7 +108,7 @@ APEX_HD float to_float(BFloat16 value) {
 
 // Round to nearest even; a NaN stays a (quiet) NaN, which adding the rounding bias could break.
 APEX_HD BFloat16 to_bfloat16(float value) {
-#if defined(__CUDA_ARCH__)  // one instruction for six
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800  // one instruction for six
   uint16_t bits;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return {bits};
