@@ -220,13 +220,19 @@ MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python
 @family("python,torch", MATRIX_RUNS, ["-".join(r[::-1]) for r in MATRIX_RUNS])
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
+    between = workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
+    is_between = (session.python, torch) in between
+    if is_between and os.environ.get("APEX_CI_SAMPLE"):
+        between = workspace.drawn_runs(between, dirty.seed())
+        if (session.python, torch) not in between:
+            session.log("left to another commit: half of the runs between are drawn by lot")
+            return
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
     # All of it ran on one torch in `tests`. Here a few cases of every test function run on the
     # oldest and the newest torch, and between them, by turns, one case of every other function.
-    between = workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
     sample = ["-p", "ci.sampling", "--cases-per-test", "2"]
-    if (session.python, torch) in between:
+    if is_between:
         turn = between.index((session.python, torch)) % 2
         sample = ["-p", "ci.sampling", "--cases-per-test", "1", "--share", f"{turn + 1}/2"]
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))

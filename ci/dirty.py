@@ -3,9 +3,9 @@
 What all packages share, kernels' headers among it, is tested by more cases of every function of
 all packages: in full, they take half an hour.
 
-The base is ``CI_BASE``, by default the newest commit more than a day older than HEAD. Files that
-are not committed count too. Where git cannot tell (no history, a shallow clone, no such base),
-everything counts as changed.
+The base is ``CI_BASE``, by default the newest commit more than four hours older than HEAD, which is
+about a piece of work. Files that are not committed count too. Where git cannot tell (no history, a
+shallow clone, no such base), everything counts as changed.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ci.workspace import PACKAGES, ROOT
 
-DAY = 24 * 3600
+LATELY = 4 * 3600
 SHARED = "shared"
 EVERYTHING = frozenset([*PACKAGES, "examples", SHARED])
 CASES, CASES_OF_SHARED = 2, 8  # of each test function
@@ -66,10 +66,10 @@ def changed_files(root: Path, base: str | None) -> list[str]:
     if git(root, "rev-parse", "--is-shallow-repository") != "false":
         raise LookupError("a shallow clone")
     if not base:
-        before = int(git(root, "log", "-1", "--format=%ct")) - DAY
+        before = int(git(root, "log", "-1", "--format=%ct")) - LATELY
         base = git(root, "log", "-1", "--format=%H", f"--before={before}")
     if not base:
-        raise LookupError("no commit is older than a day")
+        raise LookupError("no commit is older")
     git(root, "merge-base", "--is-ancestor", base, "HEAD")
     tracked = git(root, "diff", "--name-only", "--no-renames", "-z", base, "--")
     new = git(root, "ls-files", "-z", "--others", "--exclude-standard")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -186,6 +187,12 @@ def runs_between(runs: list[tuple[str, str]], this: str) -> list[tuple[str, str]
     """Return the runs but those of the oldest and the newest torch on this Python."""
     oldest, *_, newest = MATRIX["torch"]["versions"]
     return [run for run in runs if run not in ((this, oldest), (this, newest))]
+
+
+def drawn_runs(between: list[tuple[str, str]], seed: str) -> list[tuple[str, str]]:
+    """Return half of the runs, by lot and in their order: the same ones for the same seed."""
+    drawn = random.Random(seed).sample(between, (len(between) + 1) // 2)
+    return [run for run in between if run in drawn]
 
 
 def _record_file() -> Path:

@@ -40,7 +40,7 @@ def repository(tmp_path):
     return tmp_path, commit, write, run
 
 
-def test_what_changed_within_a_day(repository):
+def test_what_changed_lately(repository):
     root, commit, _, _ = repository
     commit(CONTRIB, hours=30)
     commit(AMP, hours=2)

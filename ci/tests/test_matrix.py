@@ -2,7 +2,7 @@
 
 import pytest
 
-from ci.workspace import MATRIX, matrix_runs, runs_between
+from ci.workspace import MATRIX, drawn_runs, matrix_runs, runs_between
 
 TORCHES = MATRIX["torch"]["versions"]
 
@@ -24,3 +24,13 @@ def test_the_ends_are_not_between():
     runs = matrix_runs("3.11", lambda python: True)
     between = runs_between(runs, "3.11")
     assert set(runs) - set(between) == {("3.11", TORCHES[0]), ("3.11", TORCHES[-1])}
+
+
+def test_half_of_those_between_are_drawn_and_each_at_some_commit():
+    between = runs_between(matrix_runs("3.11", lambda python: True), "3.11")
+    draws = [drawn_runs(between, f"commit {i}") for i in range(50)]
+    assert {len(drawn) for drawn in draws} == {(len(between) + 1) // 2}
+    assert {run for drawn in draws for run in drawn} == set(between)
+    for drawn in draws:
+        assert drawn == sorted(drawn, key=between.index)
+    assert drawn_runs(between, "commit 7") == draws[7]
