@@ -11,8 +11,8 @@
 //   row.once([&] { means[row.index()] = mean; });
 //
 // row_concepts.h lists what a row offers. A program to which all rows are alike may ask the CPU for
-// several at once, by a constant kRowsAtOnce: see several_rows_cpu.h. One whose rows are many runs of
-// row.each_of() says so by a constant kManyRuns; a GPU gives such rows more lanes.
+// several at once, by a constant kRowsAtOnce: see several_rows_cpu.h. One whose rows are many runs
+// of row.each_of() says so by a constant kManyRuns; a GPU gives such rows more lanes.
 #pragma once
 
 #include "apex/core/config.h"
