@@ -1,7 +1,7 @@
 """Which packages changed since a base commit: CI tests these in full, and samples the rest.
 
 What all packages share, kernels' headers among it, is tested by more cases of every function of
-all packages: in full, they take half an hour.
+all packages: in full, they take a quarter of an hour.
 
 The base is ``CI_BASE``, by default the newest commit more than four hours older than HEAD, which is
 about a piece of work. Files that are not committed count too. Where git cannot tell (no history, a

@@ -3,9 +3,10 @@
 python ci/gpu.py [--wheels DIR] [--out DIR] [--only tests,sanitizer,bench] [--benchmarks NAME,...]
                  [--minutes N]
 
-Runs the GPU tests of all packages, compute-sanitizer on every op, and the benchmarks, each within
-its share of the time; a step that fails does not stop the next. Figures go to DIR (docs/benchmarks)
-as JSON and as a Markdown table. Exit status: 0 if all passed, 1 if anything failed.
+Runs the device tests of all packages, compute-sanitizer on a case of each, and the benchmarks, each
+within its share of the time; a step that fails does not stop the next. Figures go to DIR
+(docs/benchmarks) as JSON and as a Markdown table. Exit status: 0 if all passed, 1 if anything
+failed.
 
 Without --wheels the packages are built from this checkout for the card at hand, which takes nvcc or
 hipcc and ninja. `nox -s gpu_wheels` makes a folder of wheels, test tools included, to carry to a

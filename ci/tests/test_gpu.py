@@ -288,3 +288,16 @@ def test_table_shows_both_ratios():
 
     row = markdown([RECORD, PEER]).splitlines()[-1]
     assert row == "| adam | 2 x 10M | 200.0 | 93% | torch_fused 1.25 (1.50) |"
+
+
+def test_failures_are_told_before_the_end(tmp_path):
+    (tmp_path / "test_two.py").write_text(
+        "import os\ndef test_bad(): assert 1 == 2\ndef test_last(): os._exit(5)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "ci.gpu_tests", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 5
+    assert "test_bad (call)" in done.stdout
+    assert "assert 1 == 2" in done.stdout

@@ -48,6 +48,12 @@ def test_on_a_gpu_the_time_in_a_loop_is_beside_that_on_cold_caches(monkeypatch, 
     assert "in a loop" in capsys.readouterr().out
 
 
+def test_contestants_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(bench, "_LEFT_OUT", ["slow", "absent"])
+    records = bench.compare("op", "x", repeats=9, apex=int, slow=int, peer=int)
+    assert [r["contestant"] for r in records] == ["apex", "peer"]
+
+
 def test_chosen_device(monkeypatch):
     monkeypatch.setenv("APEX_BENCH_DEVICE", "cpu")
     assert bench.chosen_device() == "cpu"
