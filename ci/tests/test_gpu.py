@@ -295,8 +295,9 @@ def test_failures_are_told_before_the_end(tmp_path):
         "import os\ndef test_bad(): assert 1 == 2\ndef test_last(): os._exit(5)\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "ci.gpu_tests", str(tmp_path)]
+    alone = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}  # no worker's
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 5
     assert "test_bad (call)" in done.stdout
