@@ -97,11 +97,13 @@ def test_cases(changed, cases):
     assert dirty.cases("apex-amp", frozenset(changed)) == cases
 
 
-def test_everything_where_git_cannot_tell(repository, tmp_path_factory):
+def test_everything_where_git_cannot_tell(repository, tmp_path_factory, monkeypatch):
     root, commit, _, run = repository
     assert dirty.changed(root) == dirty.EVERYTHING  # the only commit
     commit(AMP, hours=0)
     assert dirty.changed(root, base="no-such-commit") == dirty.EVERYTHING
     run("clone", "-q", "--depth", "1", f"file://{root}", str(root / "shallow"))
     assert dirty.changed(root / "shallow", base="HEAD") == dirty.EVERYTHING
-    assert dirty.changed(tmp_path_factory.mktemp("no-git")) == dirty.EVERYTHING
+    no_git = tmp_path_factory.mktemp("no-git")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(no_git.parent))  # which may be in a checkout
+    assert dirty.changed(no_git) == dirty.EVERYTHING
