@@ -1,7 +1,10 @@
 // Runs Row::fold, Row::at and rows with gaps on the CPU, with a program that keeps the largest
-// element of each row, its column's digits and the sum; exits non-zero with a line per mismatch.
+// element of each row, its column's digits and the sum; and Row::max where some elements are NaN.
+// Exits non-zero with a line per mismatch.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <vector>
 
 #include "apex/engine/rowwise.h"
@@ -87,6 +90,38 @@ void test_rows(int64_t rows, int64_t columns, int64_t gap, int64_t changed) {
 }
 
 template <class S>
+struct Maxima {
+  using value_type = float;
+  const S* x;
+  float* maxima;  // [rows]
+
+  template <class R>
+  void row(R& row) const {
+    maxima[row.index()] = row.max([](float v) { return v; }, row.in(x));
+  }
+};
+
+// In row r, every element is NaN whose column is no multiple of r + 1; in the last row, all are.
+template <class S>
+void test_max(int64_t columns) {
+  constexpr int64_t kRows = 5;
+  std::vector<S> x(kRows * columns);
+  std::vector<float> maxima(kRows), expected(kRows, -std::numeric_limits<float>::infinity());
+  for (int64_t row = 0; row < kRows; ++row) {
+    for (int64_t column = 0; column < columns; ++column) {
+      const bool is_number = row + 1 < kRows && column % (row + 1) == 0;
+      S& value = x[row * columns + column];
+      value = convert<S>(is_number ? std::rand() / float(RAND_MAX) - 2 : NAN);
+      if (is_number) expected[row] = std::fmax(expected[row], convert<float>(value));
+    }
+  }
+  rowwise(Serial{}, kRows, columns, Maxima<S>{x.data(), maxima.data()});
+  for (int64_t row = 0; row < kRows; ++row) {
+    expect(maxima[row], expected[row], "max", columns, row);
+  }
+}
+
+template <class S>
 void test_all() {
   for (int64_t columns : {0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 1000, 16384, 16385, 40000}) {
     for (int64_t gap : {0, 5}) {
@@ -94,6 +129,7 @@ void test_all() {
         test_rows<S>(3, columns, gap, changed < columns ? changed : -1);
       }
     }
+    test_max<S>(columns);
   }
 }
 

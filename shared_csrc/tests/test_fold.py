@@ -1,4 +1,4 @@
-"""Row::fold, Row::at and rows with gaps, per ISA level and under sanitizers."""
+"""Row::fold, Row::max, Row::at and rows with gaps, per ISA level and under sanitizers."""
 
 import subprocess
 

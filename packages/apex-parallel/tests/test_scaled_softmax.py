@@ -201,6 +201,17 @@ def test_extreme_scores(dtype, device):
     torch.testing.assert_close(negative, torch.softmax(-x.double(), -1).to(dtype), equal_nan=True)
 
 
+@pytest.mark.parametrize("columns", [1, 17, 63, 300])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_one_score_that_is_not_finite(value, columns, device):
+    x = torch.randn(2, columns, device=device)
+    for column in {0, columns // 2, columns - 1}:
+        scores = x.clone()
+        scores[0, column] = value
+        expected = torch.softmax(scores.double(), -1).float()
+        torch.testing.assert_close(ScaledSoftmax.apply(scores, 1.0), expected, equal_nan=True)
+
+
 def test_autocast(device):
     x = scores(torch.float32, device)
     with torch.autocast(device.type, torch.bfloat16):

@@ -91,7 +91,7 @@ struct Add {
 struct Max {
   template <class T>
   APEX_HD T operator()(T a, T b) const {
-    return max_propagating_nan(a, b);
+    return larger(a, b);
   }
 };
 

@@ -210,12 +210,18 @@ APEX_HD T zero_where(bool condition, T value) {
   return bit_cast<T>(bit_cast<Bits>(value) & (static_cast<Bits>(condition) - 1));
 }
 
+// The larger number; b if a is NaN. One instruction of a CPU, where a NaN that wins takes ten.
+template <class T>
+APEX_HD T larger(T a, T b) {
+  return a > b ? a : b;
+}
+
 template <class T>
 APEX_HD T max_propagating_nan(T a, T b) {
   // A NaN in either argument wins, as in torch.amax. Two selections: with `||`, compilers see a
   // branch, and take eight times as long for lanes one by one.
-  T larger = a > b ? a : b;
-  return a != a ? a : larger;
+  T number = larger(a, b);
+  return a != a ? a : number;
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -67,8 +67,8 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
   // each(functor, row.out(result), views...), staged as it was rounded
   row.stage_result(slot, result, RowWriteProbe<T>{}, row.in(matrix));
   row.pivot(row.stage(slot, matrix));  // a number near the row's mean
-  // reductions, whose functors may write: one sum, several in a pass, the largest (NaN if there is
-  // one), one's own
+  // reductions, whose functors may write: one sum, several in a pass, the largest (of those that
+  // are not NaN), one's own
   { row.sum(RowProbe<T, 1>{}, row.in(matrix)) } -> std::same_as<T>;
   { row.template sums<2>(RowProbe<T, 2>{}, row.in(matrix)) } -> std::same_as<Array<T, 2>>;
   { row.max(RowProbe<T, 1>{}, row.in(matrix)) } -> std::same_as<T>;

@@ -182,10 +182,9 @@ class Row {
     return tree_sum<T, kFirst / 2>(halves[0] + halves[1]) / T(kFirst);
   }
 
-  // Largest functor(values...) of the row; -inf without columns, NaN if any value is NaN.
+  // Largest functor(values...) of the row, of those that are not NaN; -inf without any.
   template <class F, class... Views>
   T max(const F& functor, const Views&... views) const {
-    constexpr T kLowest = -std::numeric_limits<T>::infinity();
     alignas(64) T lanes[kPack];
     std::fill(lanes, lanes + kPack, kLowest);
     Lanes<T, Views...> pack(views...);
@@ -193,12 +192,11 @@ class Row {
     for (; column + kPack <= columns_; column += kPack) {
       pack.at(column);
       pack.each([&](int slot, auto&... values) {
-        lanes[slot] = max_propagating_nan(functor(values...), lanes[slot]);
+        lanes[slot] = larger(functor(values...), lanes[slot]);
       });
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
-      return max_propagating_nan(max_of_end(column, count, functor, views...),
-                                 max_of<kPack>(lanes));
+      return larger(max_of_end(column, count, functor, views...), max_of<kPack>(lanes));
     }
     return max_of<kPack>(lanes);
   }
@@ -286,11 +284,13 @@ class Row {
   }
 
  private:
+  static constexpr T kLowest = -std::numeric_limits<T>::infinity();
+
   template <int N>
   static void max_into(T* lanes, const T* others) {
     APEX_VECTORIZE_FEW
     for (int lane = 0; lane < N; ++lane) {
-      lanes[lane] = max_propagating_nan(others[lane], lanes[lane]);
+      lanes[lane] = larger(others[lane], lanes[lane]);
     }
   }
 
@@ -323,12 +323,11 @@ class Row {
   template <class F, class... Views>
   [[gnu::noinline]] static T max_of_end(int64_t column, int count, const F& functor,
                                         const Views... views) {
-    constexpr T kLowest = -std::numeric_limits<T>::infinity();
     alignas(64) T lanes[kPack];
     std::fill(lanes, lanes + kPack, kLowest);
     auto body = [&](const TailLane& lane, auto&... values) {
       T term = functor(values...);
-      lanes[lane.slot] = lane.is_present ? term : kLowest;
+      lanes[lane.slot] = larger(lane.is_present ? term : kLowest, kLowest);
     };
     each_of_tail<T>(column, count, body, views...);
     return max_of<kPack>(lanes);

@@ -196,8 +196,7 @@ class Row {
   template <class F, class... Views>
   APEX_DEVICE T max(const F& functor, const Views&... views) const {
     T largest = -std::numeric_limits<T>::infinity();
-    pass([&](auto& pack,
-             int lane) { largest = max_propagating_nan(pack.call(functor, lane), largest); },
+    pass([&](auto& pack, int lane) { largest = larger(pack.call(functor, lane), largest); },
          views...);
     return reduce_row(largest, Max{});
   }

@@ -57,32 +57,45 @@ APEX_HD void softmax_backward(const R& row, T factor, const G& gradient, const R
       dx, y, views...);
 }
 
-// For Row::fold, whose state has N numbers: the maximum, sum(exp(x - max)), and others' behind
-// them.
-template <class T, int N = 2>
-struct SumOfExponentials {
+// Of a row's numbers x: the largest, the sum of exp(x - largest), and the sum of each other(x)
+// behind them. The largest is finite, so that only an x of inf or NaN makes a difference to it NaN.
+template <class T, class R, class View, class... Others>
+APEX_HD Array<T, 2 + sizeof...(Others)> sums_of_exponentials(const R& row, const View& view,
+                                                             const Others&... others) {
+  constexpr int N = 2 + sizeof...(Others);
+  constexpr T kLowest = std::numeric_limits<T>::lowest();
   using State = Array<T, N>;
-
-  // Below every float but -inf, so that a difference to it is never NaN.
-  static APEX_HD State empty() { return {{std::numeric_limits<T>::lowest()}}; }
-
-  // One exp serves both cases: of the old sum where x is the new maximum, else of x.
-  static APEX_HD void add(State& state, T x) {
-    T max = state[0], sum = state[1];
-    T e = exponential_no_overflow(-std::fabs(x - max));
-    state[1] = x > max ? sum * e + T(1) : sum + e;
-    state[0] = x > max ? x : max;
-  }
-
-  static APEX_HD State merge(const State& a, const State& b) {
-    bool a_is_max = a[0] > b[0];
-    T e = exponential_no_overflow(-std::fabs(a[0] - b[0]));
-    State result{};
-    result[0] = a_is_max ? a[0] : b[0];
-    result[1] = a_is_max ? b[1] * e + a[1] : a[1] * e + b[1];
+#if defined(APEX_CPU)
+  // Merging the states of lanes takes longer than a second pass over a short row.
+  constexpr int64_t kShort = 512;
+  if (row.columns() <= kShort) {
+    const T largest = larger(row.max([](T x) { return x; }, view), kLowest);
+    const Array<T, N - 1> sums = row.template sums<N - 1>(
+        [=](T x) { return Array<T, N - 1>{{exponential_no_overflow(x - largest), others(x)...}}; },
+        view);
+    State result{{largest}};
+    for (int n = 1; n < N; ++n) result[n] = sums[n - 1];
     return result;
   }
-};
+#endif
+  // One exp serves both cases: of the old sum where x is the new maximum, else of x.
+  auto add = [=](State& state, T x) {
+    const T e = exponential_no_overflow(-std::fabs(x - state[0]));
+    const T terms[] = {T(0), T(0), others(x)...};
+    for (int n = 2; n < N; ++n) state[n] += terms[n];
+    state[1] = x > state[0] ? state[1] * e + T(1) : state[1] + e;
+    state[0] = larger(x, state[0]);
+  };
+  auto merge = [](const State& a, const State& b) {
+    const T e = exponential_no_overflow(-std::fabs(a[0] - b[0]));
+    State result;
+    for (int n = 2; n < N; ++n) result[n] = a[n] + b[n];
+    result[0] = larger(a[0], b[0]);
+    result[1] = a[0] > b[0] ? b[1] * e + a[1] : a[1] * e + b[1];
+    return result;
+  };
+  return row.template fold<N>(State{{kLowest}}, add, merge, view);
+}
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

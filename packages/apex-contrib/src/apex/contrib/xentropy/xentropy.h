@@ -30,32 +30,11 @@ struct Labels {
   APEX_HD bool is_class(int64_t label) const { return label >= 0 && label < columns; }
 };
 
-// What one pass over a row collects: maximum, sum of exponentials, and sum of (x - reference).
-enum RowState { kMax, kSumExp, kSum, kRowStates };
-
-template <class T>
-struct RowStates : SumOfExponentials<T, kRowStates> {
-  using Exponentials = SumOfExponentials<T, kRowStates>;
-  using State = typename Exponentials::State;
-
-  static APEX_HD void add(State& state, T x, T reference) {
-    Exponentials::add(state, x);
-    state[kSum] += x - reference;
-  }
-
-  static APEX_HD State merge(const State& a, const State& b) {
-    State result = Exponentials::merge(a, b);
-    result[kSum] = a[kSum] + b[kSum];
-    return result;
-  }
-};
-
 // S is the storage type of the logits, L that of the losses.
 template <class S, class L>
 struct XentropyForward {
   using value_type = compute_t<S>;
   using T = value_type;
-  using States = RowStates<T>;
 
   const S* logits;  // [rows, columns], rows `stride` elements apart
   int64_t stride;
@@ -75,15 +54,12 @@ struct XentropyForward {
         labels.is_class(label) ? convert<T>(x.data[label]) : std::numeric_limits<T>::quiet_NaN();
     // Differences to the target keep their digits where all logits share a large offset.
     T reference = is_finite(target) ? target : T(0);
-    auto state = row.template fold<kRowStates>(
-        States::empty(),
-        [=](typename States::State& state, T x) { States::add(state, x, reference); },
-        [](const auto& a, const auto& b) { return States::merge(a, b); }, x);
-    T max = state[kMax];
-    T sum_exp = state[kSumExp] + (max - max);  // NaN for inf, as in log_softmax
+    const auto sums = sums_of_exponentials<T>(row, x, [=](T x) { return x - reference; });
+    T max = sums[0];
+    T sum_exp = sums[1] + (max - max);  // NaN for inf, as in log_softmax
     T loss = (max - target) + std::log(sum_exp);
     // 0 * inf is NaN: without smoothing, logits of -inf belong to classes that are masked out.
-    if (smoothing != T(0)) loss -= smoothing * (state[kSum] / row.columns());
+    if (smoothing != T(0)) loss -= smoothing * (sums[2] / row.columns());
     store(row, loss, max, sum_exp);
   }
 

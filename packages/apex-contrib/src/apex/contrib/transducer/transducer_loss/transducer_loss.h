@@ -40,7 +40,6 @@ template <class S>
 struct TransducerScores {
   using value_type = compute_t<S>;
   using T = value_type;
-  using Exponentials = SumOfExponentials<T>;
 
   Lattice lattice;
   const S* x;            // [rows, classes]
@@ -58,13 +57,9 @@ struct TransducerScores {
       });
     }
     auto in = row.ahead(row.in(x));
-    typename Exponentials::State state{{T(0), T(1)}};
-    if (lattice.softmax) {
-      state = row.template fold<2>(
-          Exponentials::empty(), [](auto& state, T x) { Exponentials::add(state, x); },
-          [](const auto& a, const auto& b) { return Exponentials::merge(a, b); }, in);
-    }
-    const T max = state[0], sum_exp = state[1] + (max - max);  // NaN for inf, as in log_softmax
+    Array<T, 2> sums{{T(0), T(1)}};
+    if (lattice.softmax) sums = sums_of_exponentials<T>(row, in);
+    const T max = sums[0], sum_exp = sums[1] + (max - max);  // NaN for inf, as in log_softmax
     row.once([&] {
       const T log_sum = std::log(sum_exp);
       T next = T(0);
