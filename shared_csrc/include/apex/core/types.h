@@ -210,9 +210,12 @@ APEX_HD T zero_where(bool condition, T value) {
   return bit_cast<T>(bit_cast<Bits>(value) & (static_cast<Bits>(condition) - 1));
 }
 
-// The larger number; b if a is NaN. One instruction of a CPU, where a NaN that wins takes ten.
+// The larger number; b if a is NaN. One instruction, where a NaN that wins takes a CPU ten.
 template <class T>
 APEX_HD T larger(T a, T b) {
+#if defined(APEX_GPU)
+  if constexpr (sizeof(T) == sizeof(float)) return std::fmax(a, b);
+#endif
   return a > b ? a : b;
 }
 
@@ -220,8 +223,8 @@ template <class T>
 APEX_HD T max_propagating_nan(T a, T b) {
   // A NaN in either argument wins, as in torch.amax. Two selections: with `||`, compilers see a
   // branch, and take eight times as long for lanes one by one.
-  T number = larger(a, b);
-  return a != a ? a : number;
+  T larger = a > b ? a : b;
+  return a != a ? a : larger;
 }
 
 }  // namespace APEX_BACKEND_NS
