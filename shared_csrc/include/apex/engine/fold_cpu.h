@@ -59,10 +59,7 @@ Array<T, N> fold_span(int64_t begin, int64_t end, const Array<T, N>& empty, cons
   int64_t column = begin;
   for (; column + kPack <= end; column += kPack) {
     pack.at(column);
-    APEX_VECTORIZE
-    for (int lane = 0; lane < kPack; ++lane) {
-      pack.call([&](auto&... values) { lanes.add(functor, lane, values...); }, lane);
-    }
+    pack.each([&](int slot, auto&... values) { lanes.add(functor, slot, values...); });
   }
   if (int count = static_cast<int>(end - column); count > 0) {
     auto body = [&](const TailLane& lane, auto&... values) {

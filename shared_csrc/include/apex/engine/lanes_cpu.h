@@ -140,10 +140,13 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
   // order costs each row little.
   template <class View>
   static constexpr bool kPairs =
-      !is_ahead_v<View> &&
-      (std::is_same_v<typename View::storage, BFloat16> ||
-       (kOfRows && is_shared_v<View> && std::is_same_v<typename View::storage, float>));
+      std::is_same_v<typename View::storage, BFloat16> ||
+      (kOfRows && is_shared_v<View> && std::is_same_v<typename View::storage, float>);
   static constexpr bool kPaired = std::is_same_v<T, float> && (kPairs<Views> && ...);
+
+  // Whether packs of a view go through a buffer: pairs need none.
+  template <class View>
+  static constexpr bool kFilled = kBuffered<View, T> && !kPaired;
 
   void done() { (drain<I, Views>(), ...); }
 
@@ -165,14 +168,14 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
   template <size_t K, class View>
   APEX_HD T read(int lane) const {
     if constexpr (!View::kRead) return T(0);
-    if constexpr (kBuffered<View, T>) return buffers_[K][lane];
+    if constexpr (kFilled<View>) return buffers_[K][lane];
     return convert<T>(source<K, View>()[lane]);
   }
 
   template <size_t K, class View>
   APEX_HD void write(int lane, T value) {
     if constexpr (!View::kWritten) return;
-    if constexpr (kBuffered<View, T>) {
+    if constexpr (kFilled<View>) {
       buffers_[K][lane] = value;
     } else {
       target<K, View>()[lane] = convert<typename View::storage>(value);
@@ -250,14 +253,14 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
   APEX_HD void fill() {
     if constexpr (is_generated_v<View>) {
       static_cast<const View*>(data_[K])->fill(column_, buffers_[K]);
-    } else if constexpr (View::kRead && kBuffered<View, T>) {
+    } else if constexpr (View::kRead && kFilled<View>) {
       load_pack(source<K, View>(), buffers_[K]);
     }
   }
 
   template <size_t K, class View>
   APEX_HD void drain() {
-    if constexpr (View::kWritten && kBuffered<View, T>) {
+    if constexpr (View::kWritten && kFilled<View>) {
       if constexpr (kStreamsPacks<typename View::storage>) {
         if (streamed_[K]) return stream_pack(source<K, View>(), buffers_[K]);
       }
@@ -292,7 +295,7 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
       false;
 #endif
 
-  static constexpr bool kAnyBuffered = (kBuffered<Views, T> || ...);
+  static constexpr bool kAnyBuffered = (kFilled<Views> || ...);
   static constexpr bool kAnyWritten = (Views::kWritten || ...);
 
   void* data_[sizeof...(Views) + 1];

@@ -99,8 +99,7 @@ APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool b
 // Whether groups of lanes are taken two at a time, as the even and the odd elements of as many
 // words. Without masks for 16 bits, an incomplete group is copied first, and that takes longer.
 template <class View>
-inline constexpr bool kIsPairable =
-    std::is_same_v<typename View::storage, BFloat16> && !is_ahead_v<View>;
+inline constexpr bool kIsPairable = std::is_same_v<typename View::storage, BFloat16>;
 #if defined(__AVX512BW__)
 template <class T, class... Views>
 inline constexpr bool kPairsOfGroups = std::is_same_v<T, float> && (kIsPairable<Views> && ...);

@@ -29,7 +29,8 @@ struct WriteView {
 
 // A view whose packs the CPU converts ahead of the loop over lanes instead of within it. That pays
 // where the functor is long, as with an exp: loops that touch 16-bit elements are vectorized at
-// twice the width, and run out of registers.
+// twice the width, and run out of registers. Where all operands are bfloat16, words of two elements
+// serve better: see pairs_cpu.h.
 template <class View>
 struct AheadView : View {};
 
