@@ -58,7 +58,7 @@ APEX_HD void softmax_backward(const R& row, T factor, const G& gradient, const R
 }
 
 // Of a row's numbers x: the largest, the sum of exp(x - largest), and the sum of each other(x)
-// behind them. The largest is finite, so that only an x of inf or NaN makes a difference to it NaN.
+// behind them. The largest is no less than the lowest float: else -inf - -inf would be NaN.
 template <class T, class R, class View, class... Others>
 APEX_HD Array<T, 2 + sizeof...(Others)> sums_of_exponentials(const R& row, const View& view,
                                                              const Others&... others) {
