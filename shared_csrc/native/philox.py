@@ -5,6 +5,8 @@ Philox4x32-10: Salmon, Moraes, Dror & Shaw 2011, https://doi.org/10.1145/2063384
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,11 +36,20 @@ def philox(counter: list[Tensor], key: Tensor) -> list[Tensor]:
     return [a, b, c, d]
 
 
-def uniform_rows(seed: Tensor, shape: torch.Size) -> Tensor:
+def uniform_rows(
+    seed: Tensor, shape: torch.Size, first: int = 0, rows: int = 0, columns: int = 0
+) -> Tensor:
     """The numbers in [0, 1) that kernels use for rows of ``shape``, ``[..., columns]``, in float32.
 
-    Number i has word i % 4 of counter i // 4; every row begins at a multiple of 4.
+    Number i has word i % 4 of counter i // 4; every row begins at a multiple of 4. With ``rows``
+    and ``columns``, ``[..., rows of shape, columns of shape]`` is cut from matrices
+    ``[rows, columns]`` of numbers, behind the ``first`` ones.
     """
+    if rows:
+        *lead, own_rows, own_columns = shape
+        whole = torch.Size((first + math.prod(lead), rows, columns))
+        corners = uniform_rows(seed, whole)[first:, :own_rows, :own_columns]
+        return corners.reshape(shape)
     *lead, columns = shape
     groups, rows = (columns + 3) // 4, 1
     for size in lead:

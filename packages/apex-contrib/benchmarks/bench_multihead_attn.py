@@ -17,6 +17,7 @@ BATCH, HEADS, FEATURES = 2, 8, 512
 TIMES = [128, 256, 512, 1024]
 # torch's float16 products take seconds on CPUs without float16 arithmetic.
 SHORT = [128, 256]
+PACKED = [[128, 100, 77, 120], [512, 300, 77, 120]]
 
 
 def eager(x, module, hidden, p):
@@ -98,4 +99,5 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for p in (0.0, 0.1):
         for time in SHORT if dtype == torch.float16 else TIMES:
             run(time, dtype, p, chosen_device())
-        run_packed([128, 100, 77, 120], dtype, p, chosen_device())
+        for lengths in PACKED:
+            run_packed(lengths, dtype, p, chosen_device())

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from apex.contrib._shared.native.philox import draw_seed
 from apex.contrib.fmha import FMHAFun
-from apex.contrib.fmha.fmha import FMHA
+from apex.contrib.fmha.fmha import FMHA, _padded
 from apex_testkit import FLOATS, assert_as_accurate_as
 
 LENGTHS = {"one": [4], "odd": [3, 7, 1], "hole": [2, 0, 5], "equal": [6] * 5}
+LENGTHS["uneven"] = [40, 1, 0, 17]
 
 
 def starts(lengths, device):
@@ -75,6 +77,34 @@ def test_extension_module_with_dropout(few, dtype, device):
     assert rest[0].shape == softmax.shape == (3, 2, 8, 8)
     generator = torch.Generator(device).manual_seed(2)
     assert torch.equal(fmhalib.fwd(qkv, cu, p, 8, True, few, False, generator)[0], out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_dropout_keeps_what_a_padded_batch_keeps(lengths, dtype, device):
+    total, max_s, p = sum(lengths) + 2, max(lengths) + 3, 0.3
+    qkv = torch.randn(total, 3, 2, 8, device=device).to(dtype)
+    dy = torch.randn(total, 2, 8, device=device).to(dtype)
+    cu = starts(lengths, device)
+    torch.manual_seed(4)
+    actual = with_gradients(lambda qkv: FMHAFun.apply(qkv, cu, p, max_s, True), qkv, dy)
+    torch.manual_seed(4)
+    seed = draw_seed(torch.device(device))
+    padded = with_gradients(lambda qkv: _padded((p, max_s), qkv, cu, seed), qkv, dy)
+    for ours, expected in zip(actual, padded, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_second_derivative(device):
+    qkv = torch.randn(9, 3, 2, 4, device=device, dtype=torch.float64, requires_grad=True)
+    cu = starts([3, 5], device)
+
+    def function(qkv):
+        torch.manual_seed(4)
+        return FMHAFun.apply(qkv, cu, 0.3, 5, True)
+
+    assert torch.autograd.gradcheck(function, qkv)
+    assert torch.autograd.gradgradcheck(function, qkv)
 
 
 def test_module_compiles(device):

@@ -102,6 +102,23 @@ def test_kernels_draw_these_numbers(columns, device):
                 assert torch.equal(y[y != 0], torch.full_like(y[y != 0], 1 / (1 - p)))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("columns", [1, 6, 33, 131])
+def test_numbers_of_a_corner(columns, dtype, device):
+    """A sequence alone keeps what it keeps in a padded batch, where it lies behind others."""
+    rows, wide, batch = 5, columns + 9, 3
+    seed = torch.tensor([2**35 + 7], device=device)
+    by_hand = uniform_by_hand(2**35 + 7, batch * HEADS * rows, wide)
+    expected = by_hand.view(batch, HEADS, rows, wide)[2, :, :4, :columns] >= 0.5
+    scores = torch.randn(1, HEADS, 4, columns, device=device).to(dtype)
+    corner = 2 * HEADS, rows, wide
+    dropped, softmax = ops.mask_softmax_dropout_forward(scores, None, seed, 0.5, *corner)
+    assert torch.equal(dropped[0].cpu() != 0, expected)
+    plain, _ = weights.softmax_dropout.reference(scores, None, seed, 0.5, *corner)
+    torch.testing.assert_close(dropped, plain)
+    torch.testing.assert_close(softmax, torch.softmax(scores, -1))
+
+
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "misaligned"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -230,7 +247,9 @@ def test_is_a_good_citizen_of_torch(kind, device):
     mask = MASKS[kind](b, t, s)
     mask = mask if mask is None else mask.to(device).unsqueeze(1)
     opcheck_samples(ops.mask_softmax_forward, [(x, mask), (x[:0], None)])
-    opcheck_samples(ops.mask_softmax_dropout_forward, [(x, mask, seed, 0.5)])
+    opcheck_samples(
+        ops.mask_softmax_dropout_forward, [(x, mask, seed, 0.5), (x, mask, seed, 0.5, 1, 4, 9)]
+    )
     y = ops.mask_softmax_forward(x, mask)
     opcheck_samples(
         ops.mask_softmax_backward, [(x, y), (x.transpose(0, 1).contiguous().transpose(0, 1), y)]
@@ -361,6 +380,10 @@ def test_kernels_check_what_python_did_not():
         ((x, None, seed.int(), 0.5), "seed must be"),
         ((x, None, seed, -0.5), "p must be in"),
         ((x.transpose(0, 1), None, seed, 0.5), "contiguous rows"),
+        ((x, None, seed, 0.5, 0, 2, 5), "at least those of the scores"),
+        ((x, None, seed, 0.5, 0, 3, 4), "at least those of the scores"),
+        ((x, None, seed, 0.5, -1, 3, 5), "first must not be negative"),
+        ((x, None, seed, 0.5, 1), "or all of them 0; got 1, 0 and 0"),
     ]:
         with pytest.raises(RuntimeError, match=text):
             ops.mask_softmax_dropout_forward(*given)

@@ -50,11 +50,16 @@ struct GeneratedView {
   }
 };
 
-// Rows begin at multiples of 4 numbers, as many as random generators make at once.
+// The index of a row's first number. Rows begin at multiples of 4, as many as random generators
+// make at once.
+APEX_HD uint64_t first_number(int64_t row, int64_t columns) {
+  return static_cast<uint64_t>(row) * static_cast<uint64_t>((columns + 3) / 4 * 4);
+}
+
 template <class Numbers>
 APEX_HD GeneratedView<Numbers> generated_view(const Numbers& numbers, int64_t row,
                                               int64_t columns) {
-  return {numbers, static_cast<uint64_t>(row) * static_cast<uint64_t>((columns + 3) / 4 * 4)};
+  return {numbers, first_number(row, columns)};
 }
 
 template <class View>

@@ -15,7 +15,9 @@ struct Dropout {
   float p;              // a float for every dtype, so that all keep the same
   double scale;         // 1 / (1 - p)
 
-  APEX_HD UniformNumbers numbers() const { return {static_cast<uint64_t>(*seed)}; }
+  APEX_HD UniformNumbers numbers(uint64_t begin = 0) const {
+    return {static_cast<uint64_t>(*seed), begin};
+  }
 
   template <class T>
   APEX_HD T operator()(T x, T uniform) const {

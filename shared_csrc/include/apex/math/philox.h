@@ -141,6 +141,7 @@ APEX_HD void store_philox(Array<uint64_t, 3> counter, uint64_t key, T* target) {
 // Numbers in [0, 1) by index: word index % 4 of counter index / 4, under a key of 64 bits.
 struct UniformNumbers {
   uint64_t key;
+  uint64_t begin = 0;  // added to each index; a multiple of 4
 
   APEX_HD Array<uint32_t, 4> group(uint64_t number) const {
     return philox({{static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32), 0, 0}},
@@ -150,6 +151,7 @@ struct UniformNumbers {
   // Those of `first` and the N - 1 behind it; with N a multiple of 4, `first` must be one.
   template <int N, class T>
   APEX_HD void fill(uint64_t first, T (&numbers)[N]) const {
+    first += begin;
 #if defined(APEX_PHILOX_VECTORS)
     if constexpr (N % (4 * PhiloxLanes::kGroups) == 0) {
       if constexpr (std::is_same_v<T, float>)

@@ -2,35 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .._shared.native.composed import plainly
+from .._shared.native.composed import Composed, plainly
 from .._shared.native.half_products import needs_float32
 from .._shared.native.philox import draw_seed
 from .._shared.native.transforms import kernels_serve
-from ..multihead_attn.core import context_of
+from ..multihead_attn import core
 from ..multihead_attn.torch_attention import attend_packed, serves_packed
-from .packed import Layout, check_packed, pad, unpad
+from .packed import Layout, check_packed, pad, spans, unpad
 
 __all__ = ["FMHA", "FMHAFun"]
 
 _NAME = "FMHAFun"
 
 
+_Option = tuple[float, int]  # p, max_s
+
+
 def _attention(qkv: Tensor, cu_seqlens: Tensor, p: float, max_s: int) -> Tensor:
     """``[total, heads, d]`` of ``[total, 3, heads, d]``."""
     if serves_packed(qkv, p) and kernels_serve():
         return attend_packed(qkv, cu_seqlens, max_s)
+    # Compiled code, and a GPU without being waited for, do not know the lengths.
+    knows_lengths = qkv.is_cpu and not torch.compiler.is_compiling()
+    attend = _one_by_one if knows_lengths else _padded
+    return attend((float(p), max_s), qkv, cu_seqlens, draw_seed(qkv.device) if p else None)
+
+
+def _of_heads(qkv: Tensor, p: float) -> tuple[int, float, float]:
+    """The option of :mod:`..multihead_attn.core`."""
+    return qkv.shape[2], qkv.shape[3] ** -0.5, p
+
+
+def _padded(option: _Option, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None) -> Tensor:
+    p, max_s = option
     _, _, heads, size = qkv.shape
     layout = Layout(cu_seqlens, qkv.shape[0], max_s)
     padded = pad(qkv, layout).permute(2, 0, 3, 1, 4)  # [3, b, heads, s, d]
     each = padded.reshape(3, layout.batch * heads, max_s, size)
-    seed = draw_seed(qkv.device) if p else None
-    context = context_of((heads, size**-0.5, float(p)), each, None, layout.mask, seed)
+    context = core.context_of(_of_heads(qkv, p), each, None, layout.mask, seed)
     by_token = context.view(layout.batch, heads, max_s, size).transpose(1, 2)
     return unpad(by_token, layout)
+
+
+def _forward(
+    option: _Option, qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None
+) -> tuple[Tensor, ...]:
+    """One sequence after the other, with the random numbers that it has in a padded batch."""
+    p, max_s = option
+    heads, kept = qkv.shape[2], []
+    y = qkv.new_zeros(qkv.shape[0], *qkv.shape[2:])
+    for index, begin, end in spans(cu_seqlens):
+        each = qkv[begin:end].permute(1, 2, 0, 3)  # [3, heads, s, d]
+        corner = index * heads, max_s, max_s
+        context, *others = core.forward(_of_heads(qkv, p), each, None, None, seed, *corner)
+        y[begin:end] = context.transpose(0, 1)
+        kept += others
+    return y, *kept
+
+
+def _backward(
+    option: _Option, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
+) -> list[Tensor | None]:
+    qkv, cu_seqlens, seed, *kept = saved
+    dqkv = torch.zeros_like(qkv)
+    for i, (_, begin, end) in enumerate(spans(cu_seqlens)):
+        each = qkv[begin:end].permute(1, 2, 0, 3)
+        given = each, None, None, seed, *kept[2 * i : 2 * i + 2]
+        of_heads = _of_heads(qkv, option[0])
+        dqueries = core.backward(of_heads, needs, dy[begin:end].transpose(0, 1), given)[0]
+        dqkv[begin:end] = dqueries.permute(2, 0, 1, 3)
+    return [dqkv, None, None]
+
+
+_one_by_one = Composed(_NAME, _forward, _backward, _padded)
 
 
 class FMHAFun:

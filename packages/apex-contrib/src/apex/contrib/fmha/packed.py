@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .._shared.native.operands import check_floating
 
-__all__ = ["Layout", "check_packed", "pad", "unpad"]
+__all__ = ["Layout", "check_packed", "pad", "spans", "unpad"]
 
 
 class Layout:
@@ -50,6 +51,13 @@ def unpad(padded: Tensor, layout: Layout) -> Tensor:
     tokens = flat.index_select(0, layout.rows.clamp(max=flat.shape[0] - 1))
     inside = layout.is_inside.view(-1, *[1] * (tokens.dim() - 1))
     return torch.where(inside, tokens, 0)
+
+
+def spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Index, begin and end of every sequence that has tokens."""
+    for index, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        if begin < end:
+            yield index, begin, end
 
 
 def check_packed(name: str, qkv: Tensor, cu_seqlens: Tensor, max_s: int, p: float) -> None:

@@ -13,7 +13,7 @@ from .._shared.native.operands import exact
 from . import mask_softmax_dropout as ops
 from .weights import mask_softmax, softmax_dropout
 
-__all__ = ["attend", "context_of", "parts"]
+__all__ = ["attend", "backward", "context_of", "forward", "parts"]
 
 _Option = tuple[int, float, float]  # heads, scale, p
 
@@ -61,27 +61,34 @@ def _reference(
     return attend(option, q, k, v, mask, seed)[0]
 
 
-def _forward(
+def forward(
     option: _Option,
     queries: Tensor,
     keys_values: Tensor | None,
     mask: Tensor | None,
     seed: Tensor | None,
+    *corner: int,
 ) -> tuple[Tensor, ...]:
+    """By the operators: :func:`context_of`'s result, and what :func:`backward` takes beside.
+
+    ``corner`` is where dropout's numbers are taken from, as ``mask_softmax_dropout_forward`` has it.
+    """
     q, k, v = parts(queries, keys_values)
     scores, p = _scores(option, q, k), option[2]
     if p:
-        dropped, softmax = ops.mask_softmax_dropout_forward(scores, mask, seed, p)
+        dropped, softmax = ops.mask_softmax_dropout_forward(scores, mask, seed, p, *corner)
     else:
         dropped = softmax = ops.mask_softmax_forward(scores, mask)
     return torch.bmm(dropped.flatten(0, 1), v), softmax, dropped
 
 
-def _backward(
+def backward(
     option: _Option, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients that follow each other in memory are written where they belong, with their scale:
-    stacking and scaling them took as long as a product, at 128 tokens.
+    """The gradients of queries, and of keys and values, by the operators.
+
+    Those that follow each other in memory are written where they belong, with their scale: stacking
+    and scaling them took as long as a product, at 128 tokens.
     """
     queries, keys_values, _, _, softmax, dropped = saved
     _, scale, p = option
@@ -108,7 +115,7 @@ def _backward(
     return [dqueries, dkeys, None, None]
 
 
-_composed = Composed("attention", _forward, _backward, _reference)
+_composed = Composed("attention", forward, backward, _reference)
 
 
 def context_of(option: _Option, *tensors: Any) -> Tensor:

@@ -28,9 +28,9 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return torch.softmax(x, -1)
 
 
-def _dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
+def _dropped(x: Tensor, seed: Tensor, p: float, *corner: int) -> Tensor:
     scale = 1 / (1 - p) if p < 1 else 0.0
-    return torch.where(uniform_rows(seed, x.shape) >= p, x * scale, 0)
+    return torch.where(uniform_rows(seed, x.shape, *corner) >= p, x * scale, 0)
 
 
 def _mask_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
@@ -43,10 +43,17 @@ def _mask_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def _mask_softmax_dropout(
-    scores: Tensor, mask: Tensor | None, seed: Tensor, p: float
+    scores: Tensor,
+    mask: Tensor | None,
+    seed: Tensor,
+    p: float,
+    first: int = 0,
+    rows: int = 0,
+    columns: int = 0,
 ) -> tuple[Tensor, Tensor]:
     y = _softmax(scores, mask)
-    return _dropped(y, seed, p).to(scores.dtype), y.to(scores.dtype)
+    dropped = _dropped(y, seed, p, first, rows, columns)
+    return dropped.to(scores.dtype), y.to(scores.dtype)
 
 
 def _mask_softmax_dropout_backward(

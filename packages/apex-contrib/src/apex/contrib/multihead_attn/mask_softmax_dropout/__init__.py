@@ -26,16 +26,25 @@ def mask_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 
 @library.define(
-    "mask_softmax_dropout_forward(Tensor scores, Tensor? mask, Tensor seed, float p)"
-    " -> (Tensor dropped, Tensor softmax)"
+    "mask_softmax_dropout_forward(Tensor scores, Tensor? mask, Tensor seed, float p, "
+    "int first=0, int rows=0, int columns=0) -> (Tensor dropped, Tensor softmax)"
 )
 def mask_softmax_dropout_forward(
-    scores: Tensor, mask: Tensor | None, seed: Tensor, p: float
+    scores: Tensor,
+    mask: Tensor | None,
+    seed: Tensor,
+    p: float,
+    first: int = 0,
+    rows: int = 0,
+    columns: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """:func:`mask_softmax_forward`, and the same with dropout: 0, or divided by ``1 - p``.
 
     An element is kept where its random number is at least ``p``, in [0, 1]. The numbers depend on
-    ``seed``, one int64, and on the element's index; see ``uniform_rows``.
+    ``seed``, one int64, and on the element's index; see ``uniform_rows``. With ``rows`` and
+    ``columns``, that is the index in matrices ``[rows, columns]``, whose corners the matrices of
+    scores are, and of which ``first`` lie before: a sequence alone then has the numbers that it has
+    in a padded batch.
     """
     return torch.empty_like(scores), torch.empty_like(scores)
 

@@ -70,7 +70,8 @@ Dropout dropout_of(const char* op, const Tensor& seed, double p, const Tensor& x
 
 template <bool kDropout>
 void write_softmax(const char* op, const Tensor& scores, const std::optional<Tensor>& mask,
-                   const Tensor& y, const Tensor& dropped, const Dropout& dropout) {
+                   const Tensor& y, const Tensor& dropped, const Dropout& dropout,
+                   const Corner& corner) {
   const int64_t columns = scores.size(-1), rows = columns == 0 ? 0 : scores.numel() / columns;
   Context context(scores);
   dispatch_floating(op, scores.scalar_type(), [&]<class S>() {
@@ -78,7 +79,7 @@ void write_softmax(const char* op, const Tensor& scores, const std::optional<Ten
     with_mask<S>(op, mask, scores, [&]<class M>(const Mask<M>& of) {
       rowwise(context, rows, columns,
               MaskSoftmax<S, M, kDropout>{data<S>(scores, "scores"), of, data<S>(y, "y"), kept,
-                                          dropout});
+                                          dropout, corner});
     });
   });
 }
@@ -87,19 +88,26 @@ Tensor mask_softmax_forward(const Tensor& scores, const std::optional<Tensor>& m
   const char* op = "mask_softmax_forward";
   rows_of(op, "scores", scores);
   Tensor y = empty_like(scores, scores.scalar_type());
-  write_softmax<false>(op, scores, mask, y, y, {});
+  write_softmax<false>(op, scores, mask, y, y, {}, {});
   return y;
 }
 
 std::tuple<Tensor, Tensor> mask_softmax_dropout_forward(const Tensor& scores,
                                                         const std::optional<Tensor>& mask,
-                                                        const Tensor& seed, double p) {
+                                                        const Tensor& seed, double p, int64_t first,
+                                                        int64_t rows, int64_t columns) {
   const char* op = "mask_softmax_dropout_forward";
   rows_of(op, "scores", scores);
   Dropout dropout = dropout_of(op, seed, p, scores);
+  int64_t dims = scores.dim(), queries = dims < 2 ? 1 : scores.size(dims - 2);
+  bool is_corner = first >= 0 && rows >= queries && columns >= scores.size(dims - 1);
+  check(is_corner || (first == 0 && rows == 0 && columns == 0), op,
+        ": first must not be negative, ",
+        "and rows and columns must be at least those of the scores, or all of them 0; got ", first,
+        ", ", rows, " and ", columns, " for ", describe(scores), ".");
   Tensor y = empty_like(scores, scores.scalar_type());
   Tensor dropped = empty_like(scores, scores.scalar_type());
-  write_softmax<true>(op, scores, mask, y, dropped, dropout);
+  write_softmax<true>(op, scores, mask, y, dropped, dropout, {queries, first, rows, columns});
   return {dropped, y};
 }
 

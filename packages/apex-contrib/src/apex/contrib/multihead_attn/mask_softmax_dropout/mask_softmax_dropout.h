@@ -7,6 +7,8 @@
 
 #include <limits>
 
+#include "apex/core/divide.h"
+#include "apex/engine/views.h"
 #include "apex/math/dropout.h"
 #include "apex/math/softmax.h"
 
@@ -44,6 +46,20 @@ struct Mask {
   }
 };
 
+// What scores [matrices, queries, columns] are a corner of, for their random numbers: matrices
+// [rows, columns], of which `first` lie before theirs. Without rows they are the scores alone.
+struct Corner {
+  int64_t queries = 0, first = 0, rows = 0, columns = 0;
+
+  // How far behind its index among the scores a row's first number lies, modulo 2^64.
+  APEX_HD uint64_t offset(int64_t row, int64_t columns_of_scores) const {
+    if (rows == 0) return 0;
+    int64_t query;
+    const int64_t matrix = first + divide(row, queries, query);
+    return first_number(matrix * rows + query, columns) - first_number(row, columns_of_scores);
+  }
+};
+
 template <class S, class M, bool kDropout>
 struct MaskSoftmax {
   using value_type = compute_t<S>;
@@ -55,6 +71,7 @@ struct MaskSoftmax {
   S* y;
   S* dropped;
   Dropout dropout;
+  Corner corner;
 
   template <class R>
   APEX_HD void row(R& row) const {
@@ -79,7 +96,8 @@ struct MaskSoftmax {
           y = term * inverse;
           dropped = drop(y, uniform);
         };
-        each_term(both, row.out(y), row.out(dropped), row.generated(drop.numbers()));
+        const uint64_t begin = corner.offset(row.index(), row.columns());
+        each_term(both, row.out(y), row.out(dropped), row.generated(drop.numbers(begin)));
       };
       with_softmax<T>(row, MaskedScore<M>{}, Always{}, use, views...);
     }
