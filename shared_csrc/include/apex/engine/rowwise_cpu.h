@@ -51,13 +51,7 @@ class Row {
 
   // The same row, of which only columns [begin, end) are seen: it begins at the first of them. It
   // has no column sums.
-  Row within(int64_t begin, int64_t end) const {
-    Row window = *this;
-    window.begin_ += begin;
-    window.columns_ = end - begin;
-    window.sums_ = nullptr;
-    return window;
-  }
+  Row within(int64_t begin, int64_t end) const { return Row(*this, begin_ + begin, end - begin); }
 
   // This row of a matrix [rows, columns], for reading or writing.
   template <class S>
@@ -196,7 +190,7 @@ class Row {
       });
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
-      return larger(max_of_end(column, count, functor, views...), max_of<kPack>(lanes));
+      return max_of_end(lanes, column, count, functor, views...);
     }
     return max_of<kPack>(lanes);
   }
@@ -284,6 +278,18 @@ class Row {
   }
 
  private:
+  // A window. Member by member, so that it needs no memory: the copy of a whole row waited for the
+  // stores to it.
+  Row(const Row& row, int64_t begin, int64_t columns)
+      : index_(row.index_),
+        rows_(row.rows_),
+        width_(row.width_),
+        begin_(begin),
+        columns_(columns),
+        sums_(nullptr),
+        terms_(row.terms_),
+        backing_(row.backing_) {}
+
   static constexpr T kLowest = -std::numeric_limits<T>::infinity();
 
   template <int N>
@@ -321,13 +327,11 @@ class Row {
   }
 
   template <class F, class... Views>
-  [[gnu::noinline]] static T max_of_end(int64_t column, int count, const F& functor,
-                                        const Views... views) {
-    alignas(64) T lanes[kPack];
-    std::fill(lanes, lanes + kPack, kLowest);
+  [[gnu::noinline]] static T max_of_end(T (&lanes)[kPack], int64_t column, int count,
+                                        const F& functor, const Views... views) {
     auto body = [&](const TailLane& lane, auto&... values) {
       T term = functor(values...);
-      lanes[lane.slot] = larger(lane.is_present ? term : kLowest, kLowest);
+      lanes[lane.slot] = larger(lane.is_present ? term : kLowest, lanes[lane.slot]);
     };
     each_of_tail<T>(column, count, body, views...);
     return max_of<kPack>(lanes);
@@ -346,14 +350,13 @@ class Row {
   // Terms are added group by group: through an array of a pack, they would take twice the
   // instructions.
   template <int M, size_t... I, class F, class C, class... Views>
-  [[gnu::noinline]] Array<double, sizeof...(I)> pass_end(std::index_sequence<I...>, int64_t column,
-                                                         int count, const F& functor,
-                                                         const C& columns,
-                                                         const Views... views) const {
+  [[gnu::noinline]] static Array<double, sizeof...(I)> pass_end(
+      std::index_sequence<I...>, const Row* row, int64_t column, int count, const F& functor,
+      const C& columns, const Views... views) {
     LaneSums<T, kGroup> lanes[sizeof...(I)];
     alignas(64) T terms[sizeof...(I)][kGroup];
     auto body = [&](const TailLane& lane, auto&... values) {
-      auto term = terms_of<M>(functor, columns, column + lane.slot, values...);
+      auto term = terms_of<M>(row, functor, columns, column + lane.slot, values...);
       ((terms[I][lane.of_group] = lane.is_present ? term[I] : T(0)), ...);
     };
     each_group_of_tail<T>(column, count, body, [&] { (lanes[I].add(terms[I]), ...); }, views...);
@@ -398,17 +401,18 @@ class Row {
     for (int n = 0; n < N; ++n) first[n * stride] = sums[n];
   }
 
-  // functor(values...), and with M > 0 columns(sums, values...) of the same column.
+  // functor(values...), and with M > 0 columns(sums, values...) of the same column of a row.
   template <int M, class F, class C, class... Values>
-  APEX_HD auto terms_of(const F& functor, const C& columns, int64_t column,
-                        Values&... values) const {
-    if constexpr (M > 0) add_to<M>(sums_ + column, columns, values...);
+  APEX_HD static auto terms_of(const Row* row, const F& functor, const C& columns, int64_t column,
+                               Values&... values) {
+    if constexpr (M > 0) row->template add_to<M>(row->sums_ + column, columns, values...);
     return functor(values...);
   }
 
   template <int M, size_t... I, class F, class C, class... Views>
   Array<T, sizeof...(I)> pass(std::index_sequence<I...>, const F& functor, const C& columns,
                               const Views&... views) const {
+    const Row* row = M > 0 ? this : nullptr;  // a row without a pointer to it needs no memory
     LaneSums<T> lanes[sizeof...(I)];
     double totals[sizeof...(I)] = {};
     Lanes<T, Views...> pack(views...);
@@ -421,7 +425,7 @@ class Row {
           alignas(64) T terms[sizeof...(I)][kPack];
           pack.at(column);
           pack.each([&](int slot, auto&... values) {
-            auto term = terms_of<M>(functor, columns, column + slot, values...);
+            auto term = terms_of<M>(row, functor, columns, column + slot, values...);
             ((terms[I][slot] = term[I]), ...);
           });
           pack.done();
@@ -433,7 +437,7 @@ class Row {
     }
     if (int count = static_cast<int>(columns_ - packed); count > 0) {
       Array<double, sizeof...(I)> end =
-          pass_end<M>(std::index_sequence<I...>{}, packed, count, functor, columns, views...);
+          pass_end<M>(std::index_sequence<I...>{}, row, packed, count, functor, columns, views...);
       ((totals[I] += end[I]), ...);
     }
     return {{static_cast<T>(totals[I])...}};

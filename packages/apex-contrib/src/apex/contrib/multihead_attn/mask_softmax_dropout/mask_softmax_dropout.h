@@ -41,8 +41,9 @@ struct Mask {
   int64_t heads, queries, rows_of_mask, batch_stride;
 
   APEX_HD const M* of_row(int64_t row, int64_t columns) const {
-    const int64_t query = rows_of_mask == 1 ? 0 : row % queries;
-    return data + row / queries / heads * batch_stride + query * columns;
+    int64_t query, head;
+    const int64_t batch = divide(divide(row, queries, query), heads, head);
+    return data + batch * batch_stride + (rows_of_mask == 1 ? 0 : query * columns);
   }
 };
 

@@ -5,6 +5,7 @@
 // whose scores are all masked gets zeros.
 #pragma once
 
+#include "apex/core/divide.h"
 #include "apex/math/softmax.h"
 
 namespace apex::parallel {
@@ -17,7 +18,10 @@ inline constexpr float kMaskedScore = -10000.0f;
 // The end of the columns that row `row` sees; the rows of a square follow each other.
 template <Scores kScores>
 APEX_HD int64_t visible_columns(int64_t row, int64_t columns) {
-  return kScores == Scores::kCausal ? row % columns + 1 : columns;
+  if (kScores != Scores::kCausal) return columns;
+  int64_t query;
+  divide(row, columns, query);
+  return query + 1;
 }
 
 // Zeros where the row does not see.
@@ -68,8 +72,9 @@ struct MaskedSoftmax {
   APEX_HD void row(R& row) const {
     using T = value_type;
     const T factor = scale;
-    const int64_t batch = row.index() / (heads * rows_of_mask);
-    const uint8_t* own = mask + batch * batch_stride + row.index() % rows_of_mask * row.columns();
+    int64_t query, head;
+    const int64_t batch = divide(divide(row.index(), rows_of_mask, query), heads, head);
+    const uint8_t* own = mask + batch * batch_stride + query * row.columns();
     const auto scores = row.ahead(row.stage(0, x));
     const auto masked = row.ahead(row.shared(own));
     auto score = [factor](T x, T hidden) {
