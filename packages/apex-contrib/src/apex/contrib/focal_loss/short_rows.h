@@ -32,6 +32,28 @@ struct ShortRows : FocalLoss<S, kSquared> {
     const int64_t count = std::min(rows_together(), rows - first);
     for (int64_t r = 0; r < count; ++r) each(first + r, r * this->classes);
   }
+  // What is computed for the logits of targets, and where these are among the rows together.
+  struct OfTargets {
+    int64_t count = 0;
+    bool has_ignored = false;
+    int64_t at[kTogether];
+    T values[kTogether];
+
+    void note(int64_t target, int64_t begin) {
+      if (target >= 0) at[count++] = begin + target;
+      has_ignored |= target == kIgnored;
+    }
+  };
+  // functor(T& value, T x) for the logits of all targets: an exp for each by itself took as long as
+  // those of all columns.
+  template <class R, class F>
+  void each_target(const R& row, const F& functor, OfTargets& of) const {
+    const S* x = row.in(this->x).data;
+    for (int64_t i = 0; i < of.count; ++i) of.values[i] = convert<T>(x[of.at[i]]);
+    const auto part = row.within(0, of.count);
+    const T* logits = of.values;
+    part.each(functor, part.to(of.values), part.from(logits));
+  }
   // The columns that there are: the last rows may be fewer.
   template <class R>
   auto present(const R& row) const {
@@ -65,14 +87,16 @@ struct ShortRowsForward : ShortRows<S, kSquared> {
     const auto part = this->present(row);
     part.each([term = this->negative](T& loss, T x) { loss = term.loss(-x); }, part.to(terms),
               part.ahead(part.in(this->x)));
-    const S* x = row.in(this->x).data;
+    typename ShortRows<S, kSquared>::OfTargets own;
     this->each_row(row, [&](int64_t index, int64_t begin) {
-      const int64_t target = this->targets[index];
-      if (target >= 0) {
-        terms[begin + target] = this->positive.loss(convert<T>(x[begin + target]));
-      }
+      own.note(this->targets[index], begin);
+    });
+    this->each_target(row, [term = this->positive](T& loss, T x) { loss = term.loss(x); }, own);
+    // All of them, then all sums: a vector read right behind the store of one lane waits for it.
+    for (int64_t i = 0; i < own.count; ++i) terms[own.at[i]] = own.values[i];
+    this->each_row(row, [&](int64_t index, int64_t begin) {
       const T sum = sum_of_short(terms + begin, this->classes);
-      losses[index] = target == kIgnored ? T(0) : sum;
+      losses[index] = this->targets[index] == kIgnored ? T(0) : sum;
     });
   }
 };
@@ -87,21 +111,25 @@ struct ShortRowsBackward : ShortRows<S, kSquared> {
   template <class R>
   void row(R& row) const {
     alignas(64) T grads[kTogether];
+    typename ShortRows<S, kSquared>::OfTargets own;
     this->each_row(row, [&](int64_t index, int64_t begin) {
+      own.note(this->targets[index], begin);
       std::fill_n(grads + begin, this->classes, grad_losses[index]);
     });
     const auto part = this->present(row);
     part.each([term = this->negative](T& dx, T x, T grad) { dx = -grad * term.gradient(-x); },
               part.ahead(part.out(grad_x)), part.ahead(part.in(this->x)),
               part.from(static_cast<const T*>(grads)));
-    const S* x = row.in(this->x).data;
+    this->each_target(row, [term = this->positive](T& dx, T x) { dx = term.gradient(x); }, own);
     S* dx = row.out(grad_x).data;
+    for (int64_t i = 0; i < own.count; ++i) {
+      dx[own.at[i]] = convert<S>(grads[own.at[i]] * own.values[i]);
+    }
+    if (!own.has_ignored) return;
     this->each_row(row, [&](int64_t index, int64_t begin) {
-      const int64_t target = this->targets[index];
-      if (target == kIgnored) std::fill_n(dx + begin, this->classes, convert<S>(T(0)));
-      if (target < 0) return;
-      const T own = convert<T>(x[begin + target]);
-      dx[begin + target] = convert<S>(grad_losses[index] * this->positive.gradient(own));
+      if (this->targets[index] == kIgnored) {
+        std::fill_n(dx + begin, this->classes, convert<S>(T(0)));
+      }
     });
   }
 };
