@@ -174,7 +174,7 @@ void test_all() {
   const int64_t many = 1500;
 #else
   const std::vector<int> threads{1, 3};
-  const std::vector<int64_t> widths{1, 17, 64, 65, 331};
+  const std::vector<int64_t> widths{1, 16, 17, 64, 65, 331};
   const int64_t many = 5000;
 #endif
   for (int t : threads) {
@@ -182,11 +182,12 @@ void test_all() {
       test<S>(t, {}, 0, columns);
       test<S>(t, {}, 3, columns);
       test<S>(t, {2}, 3, columns);
-      test<S>(t, {7, -1, 5, 0}, 0, columns);            // no segment at all
-      test<S>(t, random_keys(40, 0, 70), 70, columns);  // many without a row
-      test<S>(t, random_keys(300, -3, 8), 5, columns);  // rows of none
-      test<S>(t, random_keys(many, 0, 1), 1, columns);  // one of many tiles
-      test<S>(t, random_keys(many, 1, 4), 4, columns);  // some, and an empty one
+      test<S>(t, {7, -1, 5, 0}, 0, columns);               // no segment at all
+      test<S>(t, random_keys(40, 0, 70), 70, columns);     // many without a row
+      test<S>(t, random_keys(300, -3, 8), 5, columns);     // rows of none
+      test<S>(t, random_keys(many, 0, 1), 1, columns);     // one of many tiles
+      test<S>(t, random_keys(many, 1, 4), 4, columns);     // some, and an empty one
+      test<S>(t, random_keys(many, -1, 20), 17, columns);  // few, each a small share of all rows
     }
     test<S>(t, random_keys(many, 0, 70'000), 70'000, 1);  // three digits
     test<S>(t, random_keys(10, 0, 3), 3, 0);

@@ -179,20 +179,24 @@ class Row {
   // Largest functor(values...) of the row, of those that are not NaN; -inf without any.
   template <class F, class... Views>
   T max(const F& functor, const Views&... views) const {
-    alignas(64) T lanes[kPack];
-    std::fill(lanes, lanes + kPack, kLowest);
-    Lanes<T, Views...> pack(views...);
+    T largest = kLowest;
     int64_t column = 0;
-    for (; column + kPack <= columns_; column += kPack) {
-      pack.at(column);
-      pack.each([&](int slot, auto&... values) {
-        lanes[slot] = larger(functor(values...), lanes[slot]);
-      });
+    if (columns_ >= kPack) {
+      alignas(64) T lanes[kPack];
+      std::fill(lanes, lanes + kPack, kLowest);
+      Lanes<T, Views...> pack(views...);
+      for (; column + kPack <= columns_; column += kPack) {
+        pack.at(column);
+        pack.each([&](int slot, auto&... values) {
+          lanes[slot] = larger(functor(values...), lanes[slot]);
+        });
+      }
+      largest = max_of<kPack>(lanes);
     }
     if (int count = static_cast<int>(columns_ - column); count > 0) {
-      return max_of_end(lanes, column, count, functor, views...);
+      return max_of_end(largest, column, count, functor, views...);
     }
-    return max_of<kPack>(lanes);
+    return largest;
   }
 
   // functor(T& value, ...) for every column; values of written views are stored.
@@ -316,25 +320,21 @@ class Row {
   [[gnu::noinline]] static void each_of_end(int64_t column, int count, const F& functor,
                                             const Views... views) {
     const F own = functor;
-    auto body = [&](const TailLane&, auto&... values) { own(values...); };
-    // Of two groups, one would be empty; and what masks leave out is fetched all the same: rows of
-    // 16 columns, picked at random, took three times the time.
-    if (kPairsOfGroups<T, Views...> && count <= kGroup) {
-      each_in_order<T>(column, count, body, views...);
-    } else {
-      each_of_tail<T>(column, count, body, views...);
-    }
+    each_of_tail<T>(
+        column, count, [&](const TailLane&, auto&... values) { own(values...); }, views...);
   }
 
   template <class F, class... Views>
-  [[gnu::noinline]] static T max_of_end(T (&lanes)[kPack], int64_t column, int count,
-                                        const F& functor, const Views... views) {
+  [[gnu::noinline]] static T max_of_end(T largest, int64_t column, int count, const F& functor,
+                                        const Views... views) {
+    alignas(64) T lanes[kGroup];
+    std::fill(lanes, lanes + kGroup, largest);
     auto body = [&](const TailLane& lane, auto&... values) {
       T term = functor(values...);
-      lanes[lane.slot] = larger(lane.is_present ? term : kLowest, lanes[lane.slot]);
+      lanes[lane.of_group] = larger(lane.is_present ? term : kLowest, lanes[lane.of_group]);
     };
     each_of_tail<T>(column, count, body, views...);
-    return max_of<kPack>(lanes);
+    return max_of<kGroup>(lanes);
   }
 
   template <int N, class F, class... Views>
@@ -350,9 +350,11 @@ class Row {
   // Terms are added group by group: through an array of a pack, they would take twice the
   // instructions.
   template <int M, size_t... I, class F, class C, class... Views>
-  [[gnu::noinline]] static Array<double, sizeof...(I)> pass_end(
-      std::index_sequence<I...>, const Row* row, int64_t column, int count, const F& functor,
-      const C& columns, const Views... views) {
+  [[gnu::noinline]] static Array<double, sizeof...(I)> pass_end(std::index_sequence<I...>,
+                                                                const Row* row, int64_t column,
+                                                                int count, const F& functor,
+                                                                const C& columns,
+                                                                const Views... views) {
     LaneSums<T, kGroup> lanes[sizeof...(I)];
     alignas(64) T terms[sizeof...(I)][kGroup];
     auto body = [&](const TailLane& lane, auto&... values) {
@@ -369,7 +371,7 @@ class Row {
   template <class Pack, class... Views>
   void lay_sums_of() {
     paired_ = Pack::kPaired;
-    paired_end_ = kPairsOfGroups<T, Views...>;
+    paired_end_ = is_tail_paired<T, Views...>(columns_ % kPack);
   }
 
   template <class S>

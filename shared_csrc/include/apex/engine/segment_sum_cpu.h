@@ -1,5 +1,5 @@
 // Sums over segments on the CPU: a counting sort, then a segment at a time per thread. Short rows
-// of small segments are added in their own order instead.
+// of small segments, and rows of few segments, are added in their own order instead.
 #pragma once
 
 #include <algorithm>
@@ -225,6 +225,9 @@ void run_segment_sum(const Context& context, const Segments& segments, int64_t c
 // Rows of at most so many bytes of sums are added in their own order: for each of them a sort picks
 // a line of every operand from anywhere in memory, and that takes longer than the additions.
 inline constexpr int64_t kInOrderBytes = 256;
+// Sums of all segments that stay in the second-level cache: then no row needs to be looked up. That
+// of the largest segment's rows that leaves several threads some work.
+inline constexpr int64_t kFewSegmentsBytes = 256 * 1024, kFewSegmentsShare = 8;
 
 // How many rows each segment has, or null if one has more than `most`, which is 255 at most.
 template <class Context, SegmentOfRow F>
@@ -240,34 +243,58 @@ const uint8_t* small_sizes(const Context& context, int64_t rows, int64_t count, 
   return sizes;
 }
 
-// One thread's segments [begin, end), whose sums lie `distance` apart.
-template <class Program>
+// How many rows each segment has, or null unless they are few and all at most a share of all rows.
+template <class Context, SegmentOfRow F>
+const int64_t* sizes_of_few(const Context& context, int64_t rows, int64_t count,
+                            const F& segment_of, int64_t bytes_per_segment) {
+  if (count * bytes_per_segment > kFewSegmentsBytes) return nullptr;
+  auto* sizes = static_cast<int64_t*>(context.workspace((count + 1) * sizeof(int64_t)));
+  std::fill_n(sizes, count, 0);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t segment = segment_of(row);
+    if (segment >= 0 && segment < count) ++sizes[segment];
+  }
+  const int64_t largest = count > 0 ? *std::max_element(sizes, sizes + count) : 0;
+  return largest * kFewSegmentsShare <= rows ? sizes : nullptr;
+}
+
+// One thread's segments [begin, end), whose sums lie `distance` apart. Segments of more rows than
+// are added up without a merge have totals, like the sums.
+template <bool kTotals, class Program>
 class SumsInOrder {
  public:
   using T = typename Program::value_type;
   static constexpr int N = Program::kSums;
 
-  SumsInOrder(const Program& program, int64_t rows, int64_t columns, int64_t count, T* sums)
+  SumsInOrder(const Program& program, int64_t rows, int64_t columns, int64_t count, T* sums,
+              double* totals, uint8_t* added)
       : program_(program),
         rows_(rows),
         columns_(columns),
         count_(count),
         ahead_(rows_ahead(columns)),
         sums_(sums),
+        totals_(totals),
+        added_(added),
         row_(rows, columns, nullptr),
         result_(count, columns, nullptr) {}
 
   // Numbers from one segment's first sum to the next one's: the last lanes, of two groups where
   // they are paired, write behind the last column.
   static int64_t distance(int64_t columns) {
-    constexpr int64_t kLanes = 2 * kGroup;
-    return (N - 1) * sums_stride(columns) + (columns + kLanes - 1) / kLanes * kLanes;
+    const int64_t lanes = columns <= kGroup ? kGroup : 2 * kGroup;
+    return (N - 1) * sums_stride(columns) + (columns + lanes - 1) / lanes * lanes;
   }
 
   // Takes the rows of segments [begin, end), and with_rest those of none.
   template <SegmentOfRow F>
   void add(int64_t begin, int64_t end, bool with_rest, const F& segment_of) {
     std::fill(sums_of(begin), sums_of(end), T(0));
+    if constexpr (kTotals) {
+      const int64_t apart = distance(columns_);
+      std::fill(totals_ + begin * apart, totals_ + end * apart, 0.0);
+      std::fill(added_ + begin, added_ + end, uint8_t{0});
+    }
     int taken = 0;
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t segment = segment_of(row);
@@ -281,6 +308,10 @@ class SumsInOrder {
 
   void finish(int64_t begin, int64_t end) {
     for (int64_t segment = begin; segment < end; ++segment) {
+      if constexpr (kTotals) {
+        merge(segment);
+        std::copy_n(totals_ + segment * distance(columns_), distance(columns_), sums_of(segment));
+      }
       row_.set_sums(sums_of(segment));
       row_.order_sums(N);
       result_.move_to(segment);
@@ -311,30 +342,50 @@ class SumsInOrder {
       if (segment < 0) continue;
       row_.set_sums(sums_of(segment));
       program_.column_sums(row_);
+      if constexpr (kTotals) {
+        if (++added_[segment] == kRowsPerMerge<Program, T>) merge(segment);
+      }
     }
+  }
+
+  // Moves the sums of a segment to its total.
+  void merge(int64_t segment) {
+    const int64_t apart = distance(columns_);
+    T* sums = sums_of(segment);
+    double* totals = totals_ + segment * apart;
+    APEX_VECTORIZE
+    for (int64_t i = 0; i < apart; ++i) {
+      totals[i] += static_cast<double>(sums[i]);
+      sums[i] = T(0);
+    }
+    added_[segment] = 0;
   }
 
   const Program& program_;
   const int64_t rows_, columns_, count_, ahead_;
   T* sums_;
+  double* totals_;
+  uint8_t* added_;  // rows that are in the sums, of each segment
   SegmentRow<T> row_;
   Row<T> result_;
   Taken taken_[kTaken];
 };
 
-// The row program and the sums, where no segment has more rows than are added up without a merge;
-// otherwise does nothing and returns false. Every thread looks at all rows, and takes those of its
-// own segments.
-template <class Context, SegmentOfRow F, SegmentProgram Program>
-bool rows_in_order(const Context& context, int64_t rows, int64_t columns, int64_t count,
-                   const F& segment_of, const Program& program) {
+// The row program and the sums in the rows' own order, of segments whose sizes are given. Every
+// thread looks at all rows, and takes those of its own segments.
+template <bool kTotals, class Context, class Size, SegmentOfRow F, SegmentProgram Program>
+void sum_in_order(const Context& context, int64_t rows, int64_t columns, int64_t count,
+                  const F& segment_of, const Size* sizes, const Program& program) {
   using T = typename Program::value_type;
-  using Sums = SumsInOrder<Program>;
-  if (columns * static_cast<int64_t>(sizeof(T)) > kInOrderBytes) return false;
-  const uint8_t* sizes =
-      small_sizes(context, rows, count, segment_of, uint8_t{kRowsPerMerge<Program, T>});
-  if (sizes == nullptr) return false;
-  auto* sums = static_cast<T*>(context.workspace(count * Sums::distance(columns) * sizeof(T) + 1));
+  using Sums = SumsInOrder<kTotals, Program>;
+  const int64_t numbers = count * Sums::distance(columns);
+  auto* sums = static_cast<T*>(context.workspace(numbers * sizeof(T) + 1));
+  double* totals = nullptr;
+  uint8_t* added = nullptr;
+  if (kTotals) {
+    totals = static_cast<double*>(context.workspace(numbers * sizeof(double) + 1));
+    added = static_cast<uint8_t*>(context.workspace(count + 1));
+  }
   const int64_t work = rows + count;
   const int64_t parts = std::clamp<int64_t>(work * columns / kRowwiseGrain, 1, context.threads());
   // Threads have equal shares of rows and segments together.
@@ -346,11 +397,28 @@ bool rows_in_order(const Context& context, int64_t rows, int64_t columns, int64_
     if (done >= work * part / parts) ends[part++] = segment + 1;
   }
   context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    Sums own(program, rows, columns, count, sums);
+    Sums own(program, rows, columns, count, sums, totals, added);
     own.add(ends[first], ends[last], first == 0, segment_of);
     own.finish(ends[first], ends[last]);
     finish_streams();
   });
+}
+
+// sum_in_order(), where that is faster than sorting; otherwise does nothing and returns false.
+template <class Context, SegmentOfRow F, SegmentProgram Program>
+bool rows_in_order(const Context& context, int64_t rows, int64_t columns, int64_t count,
+                   const F& segment_of, const Program& program) {
+  using T = typename Program::value_type;
+  constexpr int64_t kNumber = sizeof(T) + sizeof(double);
+  const int64_t bytes = SumsInOrder<true, Program>::distance(columns) * kNumber;
+  if (auto* sizes = sizes_of_few(context, rows, count, segment_of, bytes)) {
+    sum_in_order<true>(context, rows, columns, count, segment_of, sizes, program);
+    return true;
+  }
+  if (columns * static_cast<int64_t>(sizeof(T)) > kInOrderBytes) return false;
+  auto* sizes = small_sizes(context, rows, count, segment_of, uint8_t{kRowsPerMerge<Program, T>});
+  if (sizes == nullptr) return false;
+  sum_in_order<false>(context, rows, columns, count, segment_of, sizes, program);
   return true;
 }
 

@@ -88,9 +88,8 @@ struct ShortRowsForward : ShortRows<S, kSquared> {
     part.each([term = this->negative](T& loss, T x) { loss = term.loss(-x); }, part.to(terms),
               part.ahead(part.in(this->x)));
     typename ShortRows<S, kSquared>::OfTargets own;
-    this->each_row(row, [&](int64_t index, int64_t begin) {
-      own.note(this->targets[index], begin);
-    });
+    this->each_row(row,
+                   [&](int64_t index, int64_t begin) { own.note(this->targets[index], begin); });
     this->each_target(row, [term = this->positive](T& loss, T x) { loss = term.loss(x); }, own);
     // All of them, then all sums: a vector read right behind the store of one lane waits for it.
     for (int64_t i = 0; i < own.count; ++i) terms[own.at[i]] = own.values[i];
