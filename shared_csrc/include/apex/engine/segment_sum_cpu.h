@@ -225,8 +225,8 @@ void run_segment_sum(const Context& context, const Segments& segments, int64_t c
 // Rows of at most so many bytes of sums are added in their own order: for each of them a sort picks
 // a line of every operand from anywhere in memory, and that takes longer than the additions.
 inline constexpr int64_t kInOrderBytes = 256;
-// Sums of all segments that stay in the second-level cache: then no row needs to be looked up. That
-// of the largest segment's rows that leaves several threads some work.
+// So are rows of segments whose sums all stay in the second-level cache, unless the largest segment
+// has more than such a share of the rows: its thread would work alone.
 inline constexpr int64_t kFewSegmentsBytes = 256 * 1024, kFewSegmentsShare = 8;
 
 // How many rows each segment has, or null if one has more than `most`, which is 255 at most.
