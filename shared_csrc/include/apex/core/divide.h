@@ -1,4 +1,4 @@
-// Indices of several dimensions from one number.
+// Indices of several dimensions from one number, and that of a row's first random number.
 #pragma once
 
 #include "apex/core/types.h"
@@ -17,6 +17,12 @@ APEX_HD int64_t divide(int64_t a, int64_t n, int64_t& rest) {
   const int64_t quotient = a / n;
   rest = a - quotient * n;
   return quotient;
+}
+
+// The index of a row's first random number. Rows begin at multiples of 4, as many as random
+// generators make at once.
+APEX_HD uint64_t first_number(int64_t row, int64_t columns) {
+  return static_cast<uint64_t>(row) * static_cast<uint64_t>((columns + 3) / 4 * 4);
 }
 
 }  // namespace APEX_BACKEND_NS

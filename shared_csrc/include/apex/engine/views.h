@@ -1,6 +1,7 @@
 // What a row program reads and writes: one row of an operand, or a vector shared by all rows.
 #pragma once
 
+#include "apex/core/divide.h"
 #include "apex/core/pack.h"
 
 namespace apex {
@@ -49,12 +50,6 @@ struct GeneratedView {
     numbers.fill(first + static_cast<uint64_t>(column), values);
   }
 };
-
-// The index of a row's first number. Rows begin at multiples of 4, as many as random generators
-// make at once.
-APEX_HD uint64_t first_number(int64_t row, int64_t columns) {
-  return static_cast<uint64_t>(row) * static_cast<uint64_t>((columns + 3) / 4 * 4);
-}
 
 template <class Numbers>
 APEX_HD GeneratedView<Numbers> generated_view(const Numbers& numbers, int64_t row,

@@ -4,19 +4,36 @@
 // numbers.
 #pragma once
 
+#include "apex/core/divide.h"
 #include "apex/math/philox.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
+
+// Larger matrices [rows, columns], whose corners elements [matrices, own_rows, own columns] are:
+// the latter have their random numbers from them, behind `first` whole ones. Not without rows.
+struct Corner {
+  int64_t own_rows = 0, first = 0, rows = 0, columns = 0;
+
+  // How far behind its index among the elements a row's first number lies, modulo 2^64.
+  APEX_HD uint64_t offset(int64_t row, int64_t own_columns) const {
+    if (rows == 0) return 0;
+    int64_t rest;
+    const int64_t matrix = first + divide(row, own_rows, rest);
+    return first_number(matrix * rows + rest, columns) - first_number(row, own_columns);
+  }
+};
 
 // What is kept of a number, and what else it is multiplied with.
 struct Dropout {
   const int64_t* seed;  // one number; null: nothing is dropped
   float p;              // a float for every dtype, so that all keep the same
   double scale;         // 1 / (1 - p)
+  Corner corner = {};
 
-  APEX_HD UniformNumbers numbers(uint64_t begin = 0) const {
-    return {static_cast<uint64_t>(*seed), begin};
+  template <class R>
+  APEX_HD UniformNumbers numbers_of(const R& row) const {
+    return {static_cast<uint64_t>(*seed), corner.offset(row.index(), row.columns())};
   }
 
   template <class T>
@@ -38,7 +55,7 @@ struct DropoutOfRows {
     using T = value_type;
     const Dropout drop = dropout;
     row.each([drop](T& y, T x, T uniform) { y = drop(x, uniform); }, row.out(y), row.in(x),
-             row.generated(dropout.numbers()));
+             row.generated(dropout.numbers_of(row)));
   }
 };
 

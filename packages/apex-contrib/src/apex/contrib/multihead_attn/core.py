@@ -71,7 +71,7 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """By the operators: :func:`context_of`'s result, and what :func:`backward` takes beside.
 
-    ``corner`` is where dropout's numbers are taken from, as ``mask_softmax_dropout_forward`` has it.
+    ``corner`` is first, rows and columns of ``mask_softmax_dropout_forward``.
     """
     q, k, v = parts(queries, keys_values)
     scores, p = _scores(option, q, k), option[2]

@@ -1,5 +1,4 @@
-// Registers the softmax of masked scores with dropout: checks, types and launches; the mathematics
-// is in mask_softmax_dropout.h.
+// Registers softmax of masked scores with dropout; its mathematics is in mask_softmax_dropout.h.
 #include "mask_softmax_dropout.h"
 
 #include <optional>
@@ -14,6 +13,9 @@
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
 namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using TwoTensors = std::tuple<Tensor, Tensor>;
 
 int64_t rows_of(const char* op, const char* name, const Tensor& x) {
   check_tensors(op, {{name, x}});
@@ -37,8 +39,7 @@ const M* values_of(const Tensor& mask) {
 
 // body.template operator()<M>(Mask<M>) for the mask of these scores.
 template <class S, class Body>
-void with_mask(const char* op, const std::optional<Tensor>& given, const Tensor& x,
-               const Body& body) {
+void with_mask(const char* op, const OptionalTensor& given, const Tensor& x, const Body& body) {
   using T = compute_t<S>;
   if (!given) return body(Mask<NoMask>{});
   const Tensor& mask = *given;
@@ -69,9 +70,8 @@ Dropout dropout_of(const char* op, const Tensor& seed, double p, const Tensor& x
 }
 
 template <bool kDropout>
-void write_softmax(const char* op, const Tensor& scores, const std::optional<Tensor>& mask,
-                   const Tensor& y, const Tensor& dropped, const Dropout& dropout,
-                   const Corner& corner) {
+void write_softmax(const char* op, const Tensor& scores, const OptionalTensor& mask,
+                   const Tensor& y, const Tensor& dropped, const Dropout& dropout) {
   const int64_t columns = scores.size(-1), rows = columns == 0 ? 0 : scores.numel() / columns;
   Context context(scores);
   dispatch_floating(op, scores.scalar_type(), [&]<class S>() {
@@ -79,35 +79,33 @@ void write_softmax(const char* op, const Tensor& scores, const std::optional<Ten
     with_mask<S>(op, mask, scores, [&]<class M>(const Mask<M>& of) {
       rowwise(context, rows, columns,
               MaskSoftmax<S, M, kDropout>{data<S>(scores, "scores"), of, data<S>(y, "y"), kept,
-                                          dropout, corner});
+                                          dropout});
     });
   });
 }
 
-Tensor mask_softmax_forward(const Tensor& scores, const std::optional<Tensor>& mask) {
+Tensor mask_softmax_forward(const Tensor& scores, const OptionalTensor& mask) {
   const char* op = "mask_softmax_forward";
   rows_of(op, "scores", scores);
   Tensor y = empty_like(scores, scores.scalar_type());
-  write_softmax<false>(op, scores, mask, y, y, {}, {});
+  write_softmax<false>(op, scores, mask, y, y, {});
   return y;
 }
 
-std::tuple<Tensor, Tensor> mask_softmax_dropout_forward(const Tensor& scores,
-                                                        const std::optional<Tensor>& mask,
-                                                        const Tensor& seed, double p, int64_t first,
-                                                        int64_t rows, int64_t columns) {
+TwoTensors mask_softmax_dropout_forward(const Tensor& scores, const OptionalTensor& mask,
+                                        const Tensor& seed, double p, int64_t first, int64_t rows,
+                                        int64_t columns) {
   const char* op = "mask_softmax_dropout_forward";
   rows_of(op, "scores", scores);
   Dropout dropout = dropout_of(op, seed, p, scores);
   int64_t dims = scores.dim(), queries = dims < 2 ? 1 : scores.size(dims - 2);
   bool is_corner = first >= 0 && rows >= queries && columns >= scores.size(dims - 1);
-  check(is_corner || (first == 0 && rows == 0 && columns == 0), op,
-        ": first must not be negative, ",
-        "and rows and columns must be at least those of the scores, or all of them 0; got ", first,
-        ", ", rows, " and ", columns, " for ", describe(scores), ".");
-  Tensor y = empty_like(scores, scores.scalar_type());
-  Tensor dropped = empty_like(scores, scores.scalar_type());
-  write_softmax<true>(op, scores, mask, y, dropped, dropout, {queries, first, rows, columns});
+  check(is_corner || (first == 0 && rows == 0 && columns == 0), op, ": first, rows and columns ",
+        "must be 0, or at least 0 and those of the scores; got ", first, ", ", rows, " and ",
+        columns, " for ", describe(scores), ".");
+  dropout.corner = {queries, first, rows, columns};
+  Tensor y = empty_like(scores, scores.scalar_type()), dropped = empty_like(y, y.scalar_type());
+  write_softmax<true>(op, scores, mask, y, dropped, dropout);
   return {dropped, y};
 }
 
@@ -127,8 +125,8 @@ Tensor mask_softmax_backward(const Tensor& dy_of_any_layout, const Tensor& y) {
 }
 
 Tensor mask_softmax_dropout_backward(const Tensor& dy_of_any_layout,
-                                     const std::optional<Tensor>& dsoftmax_of_any_layout,
-                                     const Tensor& y, const Tensor& keep, double p) {
+                                     const OptionalTensor& dsoftmax_of_any_layout, const Tensor& y,
+                                     const Tensor& keep, double p) {
   const char* op = "mask_softmax_dropout_backward";
   int64_t rows = rows_of(op, "softmax", y);
   check_tensors(op,

@@ -8,7 +8,6 @@
 #include <limits>
 
 #include "apex/core/divide.h"
-#include "apex/engine/views.h"
 #include "apex/math/dropout.h"
 #include "apex/math/softmax.h"
 
@@ -33,8 +32,7 @@ struct MaskedScore {
   }
 };
 
-// A mask [batches, rows_of_mask, columns] for rows [batches, heads, queries] of scores;
-// rows_of_mask is 1 or `queries`.
+// A mask [batches, 1 or queries, columns] for rows [batches, heads, queries] of scores.
 template <class M>
 struct Mask {
   const M* data;
@@ -44,20 +42,6 @@ struct Mask {
     int64_t query, head;
     const int64_t batch = divide(divide(row, queries, query), heads, head);
     return data + batch * batch_stride + (rows_of_mask == 1 ? 0 : query * columns);
-  }
-};
-
-// What scores [matrices, queries, columns] are a corner of, for their random numbers: matrices
-// [rows, columns], of which `first` lie before theirs. Without rows they are the scores alone.
-struct Corner {
-  int64_t queries = 0, first = 0, rows = 0, columns = 0;
-
-  // How far behind its index among the scores a row's first number lies, modulo 2^64.
-  APEX_HD uint64_t offset(int64_t row, int64_t columns_of_scores) const {
-    if (rows == 0) return 0;
-    int64_t query;
-    const int64_t matrix = first + divide(row, queries, query);
-    return first_number(matrix * rows + query, columns) - first_number(row, columns_of_scores);
   }
 };
 
@@ -72,7 +56,6 @@ struct MaskSoftmax {
   S* y;
   S* dropped;
   Dropout dropout;
-  Corner corner;
 
   template <class R>
   APEX_HD void row(R& row) const {
@@ -97,8 +80,7 @@ struct MaskSoftmax {
           y = term * inverse;
           dropped = drop(y, uniform);
         };
-        const uint64_t begin = corner.offset(row.index(), row.columns());
-        each_term(both, row.out(y), row.out(dropped), row.generated(drop.numbers(begin)));
+        each_term(both, row.out(y), row.out(dropped), row.generated(drop.numbers_of(row)));
       };
       with_softmax<T>(row, MaskedScore<M>{}, Always{}, use, views...);
     }
