@@ -95,15 +95,15 @@ struct XentropyBackward {
     if (labels.is_padding(label)) return row.each([](T& dx) { dx = T(0); }, out);
     bool is_class = labels.is_class(label);
     T grad = is_class ? convert<T>(grad_losses[row.index()]) : std::numeric_limits<T>::quiet_NaN();
-    T max = maxima[row.index()], share = T(1) / sums_exp[row.index()];
-    T scale = grad * share, offset = grad * uniform;
+    T max = maxima[row.index()], sum_exp = sums_exp[row.index()];
+    T scale = grad / sum_exp, offset = grad * uniform;
     auto x = row.ahead(row.in(logits, stride));
     row.each([=](T& dx, T x) { dx = exponential_no_overflow(x - max) * scale - offset; }, out, x);
     if (!is_class) return;
     // Where the label is certain, dx is a small difference: subtract before multiplying.
     T own = uniform + (T(1) - smoothing);
     row.at(
-        label, [=](T& dx, T x) { dx = grad * (exponential_no_overflow(x - max) * share - own); },
+        label, [=](T& dx, T x) { dx = grad * (exponential_no_overflow(x - max) / sum_exp - own); },
         out, x);
   }
 };
