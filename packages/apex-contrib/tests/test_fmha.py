@@ -6,12 +6,18 @@ import pytest
 import torch
 
 from apex.contrib._shared.native.philox import draw_seed
-from apex.contrib.fmha import FMHAFun
+from apex.contrib.fmha import FMHAFun, fmha
 from apex.contrib.fmha.fmha import FMHA, _padded
 from apex_testkit import FLOATS, assert_as_accurate_as
 
 LENGTHS = {"one": [4], "odd": [3, 7, 1], "hole": [2, 0, 5], "equal": [6] * 5}
 LENGTHS["uneven"] = [40, 1, 0, 17]
+
+
+@pytest.fixture(autouse=True, params=[0, 64], ids=["one_by_one", "padded"])
+def _short(request, monkeypatch):
+    """Both ways of a CPU serve these lengths."""
+    monkeypatch.setattr(fmha, "_SHORT", request.param)
 
 
 def starts(lengths, device):

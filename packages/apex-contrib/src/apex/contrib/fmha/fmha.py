@@ -22,6 +22,8 @@ _NAME = "FMHAFun"
 
 
 _Option = tuple[float, int]  # p, max_s
+# Up to so many tokens, the operators' calls for a sequence take longer than the padding.
+_SHORT = 64
 
 
 def _attention(qkv: Tensor, cu_seqlens: Tensor, p: float, max_s: int) -> Tensor:
@@ -30,7 +32,7 @@ def _attention(qkv: Tensor, cu_seqlens: Tensor, p: float, max_s: int) -> Tensor:
         return attend_packed(qkv, cu_seqlens, max_s)
     # Compiled code, and a GPU without being waited for, do not know the lengths.
     knows_lengths = qkv.is_cpu and not torch.compiler.is_compiling()
-    attend = _one_by_one if knows_lengths else _padded
+    attend = _one_by_one if knows_lengths and max_s > _SHORT else _padded
     return attend((float(p), max_s), qkv, cu_seqlens, draw_seed(qkv.device) if p else None)
 
 
