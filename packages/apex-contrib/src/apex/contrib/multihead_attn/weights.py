@@ -43,17 +43,10 @@ def _mask_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def _mask_softmax_dropout(
-    scores: Tensor,
-    mask: Tensor | None,
-    seed: Tensor,
-    p: float,
-    first: int = 0,
-    rows: int = 0,
-    columns: int = 0,
+    scores: Tensor, mask: Tensor | None, seed: Tensor, p: float, *corner: int
 ) -> tuple[Tensor, Tensor]:
     y = _softmax(scores, mask)
-    dropped = _dropped(y, seed, p, first, rows, columns)
-    return dropped.to(scores.dtype), y.to(scores.dtype)
+    return _dropped(y, seed, p, *corner).to(scores.dtype), y.to(scores.dtype)
 
 
 def _mask_softmax_dropout_backward(
