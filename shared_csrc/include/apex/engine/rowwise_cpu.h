@@ -357,7 +357,7 @@ class Row {
                                                                 const Views... views) {
     LaneSums<T, kGroup> lanes[sizeof...(I)];
     alignas(64) T terms[sizeof...(I)][kGroup];
-    auto body = [&](const TailLane& lane, auto&... values) {
+    auto body = [&, row](const TailLane& lane, auto&... values) {
       auto term = terms_of<M>(row, functor, columns, column + lane.slot, values...);
       ((terms[I][lane.of_group] = lane.is_present ? term[I] : T(0)), ...);
     };
@@ -426,7 +426,7 @@ class Row {
         for (; column < end; column += kPack) {
           alignas(64) T terms[sizeof...(I)][kPack];
           pack.at(column);
-          pack.each([&](int slot, auto&... values) {
+          pack.each([&, row](int slot, auto&... values) {
             auto term = terms_of<M>(row, functor, columns, column + slot, values...);
             ((terms[I][slot] = term[I]), ...);
           });
