@@ -1,4 +1,4 @@
-"""Self attention modules, forward and backward, with and without dropout; and packed sequences.
+"""Self attention modules, forward and backward, with and without dropout.
 
 The peers have the same parameters and masks: "torch" is matrix products, softmax and dropout, as
 Apex's own ``impl="default"``; "torch_sdpa" is ``scaled_dot_product_attention`` between the
@@ -9,7 +9,6 @@ torch, which nobody who takes torch's products can undercut.
 import torch
 from torch.nn import functional as F
 
-from apex.contrib.fmha import FMHAFun
 from apex.contrib.multihead_attn import SelfMultiheadAttn
 from apex_testkit.bench import chosen_device, compare
 
@@ -17,7 +16,6 @@ BATCH, HEADS, FEATURES = 2, 8, 512
 TIMES = [128, 256, 512, 1024]
 # torch's float16 products take seconds on CPUs without float16 arithmetic.
 SHORT = [128, 256]
-PACKED = [[128, 100, 77, 120], [512, 300, 77, 120]]
 
 
 def eager(x, module, hidden, p):
@@ -72,32 +70,7 @@ def run(time: int, dtype: torch.dtype, p: float, device: str) -> None:
     )
 
 
-def run_packed(lengths: list[int], dtype: torch.dtype, p: float, device: str) -> None:
-    """Measure packed sequences against PyTorch, one sequence after the other."""
-    total, size = sum(lengths), FEATURES // HEADS
-    qkv = torch.randn(total, 3, HEADS, size, device=device).to(dtype).requires_grad_()
-    dy = torch.randn(total, HEADS, size, device=device).to(dtype)
-    starts = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-
-    def each():
-        q, k, v = qkv.permute(1, 2, 0, 3).unbind(0)
-        parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
-        results = [F.scaled_dot_product_attention(*part, dropout_p=p) for part in parts]
-        return torch.cat(results, 1).transpose(0, 1)
-
-    ours = lambda: FMHAFun.apply(qkv, starts, p, max(lengths), True)
-    compare(
-        f"fmha {'dropout' if p else 'no dropout'} fwd+bwd",
-        f"{str(dtype).removeprefix('torch.')} lengths {', '.join(map(str, lengths))}",
-        device=device,
-        apex=lambda: torch.autograd.grad(ours(), qkv, dy),
-        torch_sdpa=lambda: torch.autograd.grad(each(), qkv, dy),
-    )
-
-
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for p in (0.0, 0.1):
         for time in SHORT if dtype == torch.float16 else TIMES:
             run(time, dtype, p, chosen_device())
-        for lengths in PACKED:
-            run_packed(lengths, dtype, p, chosen_device())
