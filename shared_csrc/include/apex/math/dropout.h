@@ -10,8 +10,9 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Larger matrices [rows, columns], whose corners elements [matrices, own_rows, own columns] are:
-// the latter have their random numbers from them, behind `first` whole ones. Not without rows.
+// Which random numbers elements [matrices, own_rows, own columns] get: those of the upper left
+// corners of matrices [rows, columns], which are larger, and of which `first` come before. Without
+// rows, elements are numbered by themselves.
 struct Corner {
   int64_t own_rows = 0, first = 0, rows = 0, columns = 0;
 

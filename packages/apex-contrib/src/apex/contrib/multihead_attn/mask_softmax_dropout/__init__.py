@@ -42,8 +42,8 @@ def mask_softmax_dropout_forward(
 
     An element is kept where its random number is at least ``p``, in [0, 1]. The numbers depend on
     ``seed``, one int64, and on the element's index; see ``uniform_rows``. With ``rows`` and
-    ``columns``, the scores are numbered as corners of matrices ``[rows, columns]`` behind ``first``
-    others: a sequence alone then has the numbers that it has in a padded batch.
+    ``columns``, scores get the numbers of the corners of larger matrices ``[rows, columns]``, of
+    which ``first`` come before: a sequence alone then has those that it has in a padded batch.
     """
     return torch.empty_like(scores), torch.empty_like(scores)
 

@@ -100,9 +100,9 @@ TwoTensors mask_softmax_dropout_forward(const Tensor& scores, const OptionalTens
   Dropout dropout = dropout_of(op, seed, p, scores);
   int64_t dims = scores.dim(), queries = dims < 2 ? 1 : scores.size(dims - 2);
   bool is_corner = first >= 0 && rows >= queries && columns >= scores.size(dims - 1);
-  check(is_corner || (first == 0 && rows == 0 && columns == 0), op, ": first, rows and columns ",
-        "must be 0, or at least 0 and those of the scores; got ", first, ", ", rows, " and ",
-        columns, " for ", describe(scores), ".");
+  check(is_corner || (first == 0 && rows == 0 && columns == 0), op, ": rows and columns must be ",
+        "at least those of the scores and first at least 0, or all three 0; got first ", first,
+        ", rows ", rows, " and columns ", columns, " for ", describe(scores), ".");
   dropout.corner = {queries, first, rows, columns};
   Tensor y = empty_like(scores, scores.scalar_type()), dropped = empty_like(y, y.scalar_type());
   write_softmax<true>(op, scores, mask, y, dropped, dropout);
