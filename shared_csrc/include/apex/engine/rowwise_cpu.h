@@ -86,7 +86,8 @@ class Row {
     if (next == 0 || next * kBytes % kLine != 0) return {row, next};
     // Runs of each_of() make a row of the result. Whether it has pages says the first of a thread.
     const int64_t run = width_ * kBytes;
-    return {row, next, can_stream(row, run, rows_ * run) && is_backed(row, 1)};
+    const bool is_large = can_stream(row, run, rows_ * run, kStreamingOfRows);
+    return {row, next, is_large && is_backed(row, 1)};
   }
   // A vector [columns] that all rows share.
   template <class S>

@@ -14,6 +14,8 @@
 //   template <class R, class Sums> void finish(R& row, const Sums& sums) const  // of a segment:
 //     { row.each([](T& y, T sum) { y = sum; }, row.out(y), sums[0]); }   // row.index() is its
 //     number
+// and, where finish() copies sums, one number per column, to [count, columns] of that type,
+//   T* sums_as_results() const { return y; }           // to which a CPU may add the rows
 //
 // Rows of a segment are added in their order, in runs that end where a tile of kSegmentTile sorted
 // rows does. No atomics, and nothing depends on the number of threads: the same input gives the

@@ -379,7 +379,15 @@ void sum_in_order(const Context& context, int64_t rows, int64_t columns, int64_t
   using T = typename Program::value_type;
   using Sums = SumsInOrder<kTotals, Program>;
   const int64_t numbers = count * Sums::distance(columns);
-  auto* sums = static_cast<T*>(context.workspace(numbers * sizeof(T) + 1));
+  // Sums of narrower operands may lie by slot.
+  constexpr bool kMayBeResults = !kTotals && std::is_same_v<typename Program::storage_type, T> &&
+                                 requires { program.sums_as_results(); };
+  T* results = nullptr;  // whose numbers are the sums
+  if constexpr (kMayBeResults) {
+    if (Sums::distance(columns) == columns) results = program.sums_as_results();
+  }
+  T* sums = results;
+  if (results == nullptr) sums = static_cast<T*>(context.workspace(numbers * sizeof(T) + 1));
   double* totals = nullptr;
   uint8_t* added = nullptr;
   if (kTotals) {
@@ -399,7 +407,7 @@ void sum_in_order(const Context& context, int64_t rows, int64_t columns, int64_t
   context.parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
     Sums own(program, rows, columns, count, sums, totals, added);
     own.add(ends[first], ends[last], first == 0, segment_of);
-    own.finish(ends[first], ends[last]);
+    if (!kMayBeResults || results == nullptr) own.finish(ends[first], ends[last]);
     finish_streams();
   });
 }

@@ -26,7 +26,8 @@ struct Streaming {
 };
 
 // Programs that take several rows at once read two or three operands for a result: half of the size
-// fills the caches, and runs may be shorter. Batch norm in bfloat16 (13 MB) took 0.85 of the time.
+// fills the caches, and runs may be shorter. Batch norm in bfloat16 (13 MB) took 0.85 of the time,
+// and heads of tokens, forward and backward of RoPE (8 MB), 0.8 to 0.97.
 inline constexpr Streaming kStreamingOfRows{kStreamedBytes / 2, kStreamedRun / 4};
 
 inline bool can_stream(const void* address, int64_t run, int64_t bytes, Streaming least = {}) {

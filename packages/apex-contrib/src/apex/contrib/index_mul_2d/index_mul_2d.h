@@ -92,6 +92,12 @@ struct IndexMulBackward {
   APEX_HD void finish(R& row, const Sums& sums) const {
     row.each([](T& din1, T sum) { din1 = sum; }, row.out(din1), sums[0]);
   }
+
+  T* sums_as_results() const
+    requires std::is_same_v<S, T>
+  {
+    return din1;
+  }
 };
 
 }  // namespace APEX_BACKEND_NS
