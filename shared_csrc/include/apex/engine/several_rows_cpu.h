@@ -13,7 +13,8 @@ inline namespace APEX_BACKEND_NS {
 
 // How many rows a program takes at once on the CPU. One that says
 //   static constexpr int kRowsAtOnce = 2;
-// may call columns(), in(), out(), shared(), each() and accumulate() of a row, and nothing else.
+// may call columns(), in(), out(), shared(), each() and accumulate() of a row, and nothing else. It
+// may name its operands' storage_type, see takes_several().
 template <class Program>
 inline constexpr int kRowsAtOnce = 1;
 template <class Program>
@@ -49,7 +50,7 @@ class SeveralRows : Row<T> {
 
   template <class F, class... Views>
   void each(const F& functor, const Views&... views) const {
-    if (one_by_one<Views...>()) {
+    if constexpr (!kHoldSeveral<Views...>) {
       for (int row = 0; row < kCount; ++row) Row<T>::each(functor, of_row(row, views)...);
       return;
     }
@@ -66,7 +67,7 @@ class SeveralRows : Row<T> {
 
   template <int N, class F, class... Views>
   void accumulate(const F& functor, const Views&... views) {
-    if (one_by_one<Views...>()) {
+    if constexpr (!kHoldSeveral<Views...>) {
       for (int row = 0; row < kCount; ++row) {
         Row<T>::template accumulate<N>(functor, of_row(row, views)...);
       }
@@ -94,15 +95,6 @@ class SeveralRows : Row<T> {
   }
 
  private:
-  // Whether rows are taken one by one. Of wide ones, packs of several in turn are no stream that a
-  // processor reads ahead: batch norm of 128 and 192 channels of float32 took 1.1 to 1.5 times as
-  // long. From 512 channels on, reading once what rows share saves more.
-  template <class... Views>
-  bool one_by_one() const {
-    constexpr bool kAreWide = ((!is_shared_v<Views> && sizeof(typename Views::storage) > 2) || ...);
-    return !kHoldSeveral<Views...> || (kAreWide && columns() > kPack && columns() < 8 * kPack);
-  }
-
   // The view of a later row.
   template <class View>
   static View of_row(int row, View view) {
@@ -145,6 +137,18 @@ class SeveralRows : Row<T> {
   }
 };
 
+// Whether rows of so many columns are taken several at once. Of two or three wide packs each,
+// several in turn are no stream that a processor reads ahead: beyond the caches, batch norm of 128
+// and 192 channels of float32 took 1.1 to 1.5 times as long.
+template <class Program>
+bool takes_several(int64_t columns) {
+  if constexpr (requires { typename Program::storage_type; }) {
+    constexpr bool kAreWide = sizeof(typename Program::storage_type) > 2;
+    if (kAreWide && columns > kPack && columns < 4 * kPack) return false;
+  }
+  return columns >= kPack;
+}
+
 // Calls body(row, begin, end) for rows [begin, end): with those that `Program` takes several at
 // once, and with the rest. Inlined, bodies too: a row that is an argument lives in memory, and then
 // short ones took 1.5 times the time.
@@ -152,7 +156,7 @@ template <class Program, class T, class Body>
 APEX_HD void by_rows_at_once(int64_t rows, int64_t columns, T* sums, int64_t begin, int64_t end,
                              const Body& body) {
   if constexpr (constexpr int kCount = kRowsAtOnce<Program>; kCount > 1) {
-    if (columns >= kPack) {
+    if (takes_several<Program>(columns)) {
       SeveralRows<T, kCount> several(rows, columns, sums);
       const int64_t whole = end - (end - begin) % kCount;
       body(several, begin, whole);

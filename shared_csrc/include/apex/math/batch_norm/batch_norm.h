@@ -24,6 +24,7 @@ APEX_HD T preactivation(T mean, T inv_std, T weight, T bias, T x, Z... z) {
 template <class X, bool kChannelLast>
 struct BatchNormForward {
   using value_type = compute_t<X>;
+  using storage_type = X;
   using T = value_type;
   static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
@@ -52,6 +53,7 @@ struct BatchNormForward {
 template <class X, bool kChannelLast>
 struct ReluBackward {
   using value_type = compute_t<X>;
+  using storage_type = X;
   using T = value_type;
   static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
@@ -78,6 +80,7 @@ struct ReluBackward {
 template <class X, bool kChannelLast>
 struct BatchNormBackward {
   using value_type = compute_t<X>;
+  using storage_type = X;
   using T = value_type;
   static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 

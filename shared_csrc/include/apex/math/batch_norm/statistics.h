@@ -106,6 +106,7 @@ struct PartMoments {
 template <class X>
 struct ColumnGradSums {
   using value_type = compute_t<X>;
+  using storage_type = X;
   using T = value_type;
   static constexpr int kSums = 2, kRowsAtOnce = 2;
 
