@@ -10,7 +10,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from ci import dirty, workspace
+from ci import cover, dirty, stages, workspace
 from ci.hosts import network
 from ci.workspace import DIST, MATRIX, PACKAGES, ROOT
 
@@ -106,6 +106,7 @@ def pytest(session, *paths, builds=False):
 
 
 @nox.session(tags=["ci"])
+@stages.timed
 def lint(session):
     """Check style, formatting and the house rules; change nothing (-- --fix to repair)."""
     install(session, *TOOLS, f"import-linter=={MATRIX['contracts']['import-linter']}")
@@ -125,10 +126,15 @@ def lint(session):
 
 
 @nox.session
+@stages.timed
 def build(session):
     """Build sdists, and from them wheels with CPU kernels, into dist/ (-- PACKAGE for one)."""
     # "0" keeps a toolkit that happens to be there from making the wheel another one.
     environment = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0", **os.environ}
+    if os.environ.get("APEX_CI_SAMPLE"):
+        levels = workspace.sampled_levels(dirty.seed())
+        environment["APEX_CPU_LEVELS"] = ",".join(levels)
+        stages.note(f"levels {', '.join(levels)} alone: this machine's best and one by lot")
     wanted = [a for a in session.posargs if a in PACKAGES] or PACKAGES
     stale = workspace.stale_packages(wanted, environment)
     if not stale:
@@ -172,7 +178,7 @@ def sample_of(session, package):
     cases = dirty.cases(package, dirty.changed()) if os.environ.get("APEX_CI_SAMPLE") else None
     if cases is None:
         return []
-    session.log(f"{package} itself did not change lately: {cases} cases of each test run")
+    stages.note(f"{package} itself did not change lately: {cases} cases of each test")
     seed = ["--sample-seed", dirty.seed()]
     return ["-p", "ci.sampling", "--cases-per-test", str(cases), *seed]
 
@@ -182,6 +188,7 @@ TESTED = [*PACKAGES, "together", "examples"]
 
 @nox.session(requires=["build"], tags=["ci"])
 @family("package", TESTED, TESTED)
+@stages.timed
 def tests(session, package):
     """Install one wheel alone and run its package's tests; then all five, and the rest."""
     paths = [f"packages/{package}/tests"]
@@ -218,15 +225,15 @@ MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python
 
 @nox.session(requires=["build"], tags=["ci"])
 @family("python,torch", MATRIX_RUNS, ["-".join(r[::-1]) for r in MATRIX_RUNS])
+@stages.timed
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
     between = workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
     is_between = (session.python, torch) in between
-    if is_between and os.environ.get("APEX_CI_SAMPLE"):
-        between = workspace.drawn_runs(between, dirty.seed())
-        if (session.python, torch) not in between:
-            session.log("left to another commit: half of the runs between are drawn by lot")
-            return
+    samples = is_between and os.environ.get("APEX_CI_SAMPLE")
+    if samples and (session.python, torch) != workspace.drawn_run(between, dirty.seed()):
+        stages.note("left out: of the runs between oldest and newest, one is drawn by lot")
+        return
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
     # All of it ran on one torch in `tests`. Here a few cases of every test function run on the
@@ -235,6 +242,7 @@ def matrix(session, torch):
     if is_between:
         turn = between.index((session.python, torch)) % 2
         sample = ["-p", "ci.sampling", "--cases-per-test", "1", "--share", f"{turn + 1}/2"]
+    stages.note(" ".join(sample[2:]))
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
@@ -312,13 +320,13 @@ def ops_first(session):
         session.error(str(error))
 
 
-def compile_with(session, cxx, ops):
-    """Compile every CPU op with another C++ compiler; build one op with it, and run its tests."""
+def compile_with(session, cxx, ops, *, alone):
+    """Compile CPU ops with another C++ compiler; unless ``alone``, test one built with it."""
     if not shutil.which(cxx):
         package = cxx.replace("clang++", "clang")
         session.error(f"{cxx} was not found. On Debian and Ubuntu: apt-get install {package}")
     session.run("python", "ci/compilers.py", cxx, *ops)
-    if ops:
+    if alone:
         return
     install(session, "filelock", "-e", "packages/apex-optimizers[test]")
     cache = Path(session.create_tmp(), "cache").resolve()
@@ -330,8 +338,8 @@ def compile_with(session, cxx, ops):
 QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
 
 
-def compile_for_arm64(session, ops):
-    """Compile every CPU op for arm64; run the tests of shared_csrc/ that need no torch by qemu."""
+def compile_for_arm64(session, ops, *, alone):
+    """Compile CPU ops for arm64; unless ``alone``, run tests that need no torch by qemu."""
     for tool, package in (
         ("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu"),
         (QEMU[0], "qemu-user"),
@@ -340,7 +348,7 @@ def compile_for_arm64(session, ops):
             session.error(f"{tool} was not found. On Debian and Ubuntu: apt-get install {package}")
     install(session, f"pyelftools=={MATRIX['release']['tools']['pyelftools']}")
     session.run("python", "ci/aarch64.py", *ops, env=COMPILING)
-    if ops:
+    if alone:
         return
     install(session, "hypothesis", "numpy", "pytest", "pytest-timeout", "pytest-xdist")
     environment = TEST_ENVIRONMENT | {
@@ -360,17 +368,24 @@ COMPILED = ["cuda", "hip", "cpu", *CXX, "aarch64"]
 
 @nox.session(tags=["ci"])
 @family("compiler", COMPILED, COMPILED)
+@stages.timed
 def kernels(session, compiler):
     """Compile every op (-- OP... for some) for all GPUs, CPUs, and by old compilers; check it."""
     ops, rest = ops_first(session)
     if rest:
         session.error(f"expected ops alone, got {' '.join(rest)}")
+    alone = bool(ops)
+    # nvcc takes all ops for one architecture (ci/kernels.py): which kernels spill is seen nowhere
+    # else.
+    if os.environ.get("APEX_CI_SAMPLE") and not ops:
+        sample = cover.sampled_ops()
+        ops = sample if compiler != "cuda" else ops
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
     if compiler in CXX:
-        compile_with(session, compiler, ops)
+        compile_with(session, compiler, ops, alone=alone)
         return
     if compiler == "aarch64":
-        compile_for_arm64(session, ops)
+        compile_for_arm64(session, ops, alone=alone)
         return
     if compiler == "cpu":
         session.run("python", "ci/vectors.py", *ops)
@@ -387,6 +402,7 @@ def kernels(session, compiler):
 
 
 @nox.session(tags=["ci"])
+@stages.timed
 def emulate(session):
     """Run GPU kernels on an emulated GPU, which finds their faults (-- OP... for some)."""
     ops_first(session)
@@ -419,6 +435,7 @@ def bench(session):
 
 
 @nox.session(tags=["ci"])
+@stages.timed
 def docs(session):
     """Build the documentation site, strictly, into dist/site (-- serve to look at it)."""
     install(session, f"torch=={TORCH}", *TOOLS, *DOCS_TOOLS)

@@ -18,6 +18,8 @@ LATELY = 4 * 3600
 SHARED = "shared"
 EVERYTHING = frozenset([*PACKAGES, "examples", SHARED])
 CASES, CASES_OF_SHARED = 2, 8  # of each test function
+# What `changed_files` raises where git cannot tell.
+UNKNOWN = (LookupError, OSError, ValueError, subprocess.CalledProcessError)
 
 
 def cases(package: str, changed: frozenset[str]) -> int | None:
@@ -34,7 +36,7 @@ def changed(root: Path = ROOT, base: str | None = None) -> frozenset[str]:
     """
     try:
         return affected(changed_files(root, base or os.environ.get("CI_BASE")))
-    except (LookupError, OSError, ValueError, subprocess.CalledProcessError):
+    except UNKNOWN:
         return EVERYTHING
 
 

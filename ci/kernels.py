@@ -7,8 +7,9 @@ registers, shared memory, spills, and whether the engines move 16 bytes at a tim
 kernel go to .nox/kernels/cuda/kernels.json. A spill or a narrow kernel fails the run unless
 ci/accepted_kernels.toml names it.
 
-With APEX_CI_SAMPLE, each op is compiled for one of the architectures, drawn by lot at each commit,
-and for CUDA's `evidence`: the emulated GPU runs all kernels, and most faults show on any of them.
+With APEX_CI_SAMPLE, every op is compiled for CUDA's `evidence`, and the ops of ci/cover.py's sample
+for one of the other architectures, drawn by lot at each commit: the emulated GPU runs all kernels,
+and most faults show on any architecture.
 """
 
 import json
@@ -27,7 +28,7 @@ from native.build import Op, build, find_ops  # noqa: E402
 from native.errors import BuildError  # noqa: E402
 from native.targets import Target  # noqa: E402
 
-from ci import dirty, ptxas, sass  # noqa: E402
+from ci import cover, dirty, ptxas, sass  # noqa: E402
 from ci.workspace import MATRIX, leading_ops, tomllib  # noqa: E402
 
 # Torch's and the toolkits' own headers are compiled with -isystem, so what is left is ours.
@@ -46,10 +47,10 @@ def main(backend: str, *words: str) -> None:
     shows_evidence = backend == "cuda" and EVIDENCE_ARCH in archs
     if shows_evidence:
         os.environ.update(ptxas.VERBOSE)
-    ops = {}
+    ops, sampled = {}, sample(wanted)
     for package in sorted((ROOT / "packages").iterdir()):
         for op in chosen(find_ops(package / "src"), wanted):
-            ops.setdefault((package.name, archs_of(op, archs)), []).append(op)
+            ops.setdefault((package.name, archs_of(op, archs, sampled)), []).append(op)
 
     def folder_of(package: str, some: tuple[str, ...]) -> Path:
         return OUTPUT / backend / (package if some == archs else "-".join([package, *some]))
@@ -81,13 +82,23 @@ def main(backend: str, *words: str) -> None:
         sys.exit("\n".join(["", *failures]))
 
 
-def archs_of(op: Op, archs: tuple[str, ...], seed: str | None = None) -> tuple[str, ...]:
-    """Return what an op is compiled for: all, or where CI samples, one of them beside evidence."""
+def sample(wanted: list[str]) -> set[str] | None:
+    """Return which ops are compiled for an architecture beside CUDA's evidence; None: for all."""
     if not os.environ.get("APEX_CI_SAMPLE"):
+        return None
+    return set(wanted or cover.sampled_ops())
+
+
+def archs_of(
+    op: Op, archs: tuple[str, ...], sampled: set[str] | None, seed: str | None = None
+) -> tuple[str, ...]:
+    """Return what an op is compiled for: all, or where CI samples, evidence and perhaps another."""
+    if sampled is None:
         return archs
     others = [arch for arch in archs if arch != EVIDENCE_ARCH]
     drawn = random.Random(f"{seed or dirty.seed()} {op.name}").choice(others or archs)
-    return tuple(arch for arch in archs if arch in (EVIDENCE_ARCH, drawn))
+    kept = {EVIDENCE_ARCH, drawn} if op.name in sampled else {EVIDENCE_ARCH}
+    return tuple(arch for arch in archs if arch in kept)
 
 
 def chosen(ops: list[Op], wanted: list[str]) -> list[Op]:

@@ -25,7 +25,9 @@ _SHARED_SOURCES = ("shared_csrc/include", "shared_csrc/native", "shared_csrc/__i
 _NOT_PACKED = ("tests", "benchmarks", "changes")
 # auditwheel leaves them where they are: the user's torch brings them.
 TORCH_LIBRARIES = ("libtorch*.so*", "libc10*.so*")
-_BUILD_VARIABLES = ("BUILD_VERSION", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "CXX")
+_BUILD_VARIABLES = (
+    *("BUILD_VERSION", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "APEX_CPU_LEVELS", "CXX"),
+)
 
 
 def files(*folders: str) -> list[Path]:
@@ -189,10 +191,18 @@ def runs_between(runs: list[tuple[str, str]], this: str) -> list[tuple[str, str]
     return [run for run in runs if run not in ((this, oldest), (this, newest))]
 
 
-def drawn_runs(between: list[tuple[str, str]], seed: str) -> list[tuple[str, str]]:
-    """Return half of the runs, by lot and in their order: the same ones for the same seed."""
-    drawn = random.Random(seed).sample(between, (len(between) + 1) // 2)
-    return [run for run in between if run in drawn]
+def drawn_run(between: list[tuple[str, str]], seed: str) -> tuple[str, str]:
+    """Return one of the runs by lot: the same one for the same seed."""
+    return random.Random(seed).choice(between)
+
+
+def sampled_levels(seed: str) -> tuple[str, ...]:
+    """Return the ISA levels that CI compiles: this machine's best, and one of the rest by lot."""
+    sys.path.insert(0, str(ROOT / "shared_csrc"))
+    from native import targets
+
+    best, *others = targets.supported_cpu_levels()
+    return (best, *([random.Random(seed).choice(others)] if others else []))
 
 
 def _record_file() -> Path:

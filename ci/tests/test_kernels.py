@@ -186,18 +186,25 @@ ARCHS = ("sm_80", kernels.EVIDENCE_ARCH, "sm_100", "sm_120")
 
 def test_all_architectures_unless_ci_samples(monkeypatch, tmp_path):
     monkeypatch.delenv("APEX_CI_SAMPLE", raising=False)
-    assert kernels.archs_of(kernels.Op("scale", tmp_path), ARCHS) == ARCHS
+    assert kernels.sample([]) is None
+    assert kernels.archs_of(kernels.Op("scale", tmp_path), ARCHS, None) == ARCHS
 
 
 def test_a_sample_has_the_evidence_and_in_time_every_architecture(monkeypatch, tmp_path):
     monkeypatch.setenv("APEX_CI_SAMPLE", "1")
-    op = kernels.Op("scale", tmp_path)
-    drawn = [kernels.archs_of(op, ARCHS, seed=str(commit)) for commit in range(40)]
+    op, sampled = kernels.Op("scale", tmp_path), kernels.sample(["scale"])
+    drawn = [kernels.archs_of(op, ARCHS, sampled, seed=str(commit)) for commit in range(40)]
     assert all(len(archs) == 2 and kernels.EVIDENCE_ARCH in archs for archs in drawn)
     assert {arch for archs in drawn for arch in archs} == set(ARCHS)
-    assert kernels.archs_of(op, ARCHS, seed="a") == kernels.archs_of(op, ARCHS, seed="a")
+    again = kernels.archs_of(op, ARCHS, sampled, seed="a")
+    assert again == kernels.archs_of(op, ARCHS, sampled, seed="a")
     amd = ("gfx90a", "gfx1030")
-    assert {kernels.archs_of(op, amd, seed=str(commit)) for commit in range(20)} == {
+    assert {kernels.archs_of(op, amd, sampled, seed=str(commit)) for commit in range(20)} == {
         ("gfx90a",),
         ("gfx1030",),
     }
+
+
+def test_ops_outside_the_sample_are_compiled_for_the_evidence_alone(tmp_path):
+    op = kernels.Op("scale", tmp_path)
+    assert kernels.archs_of(op, ARCHS, {"other"}, seed="a") == (kernels.EVIDENCE_ARCH,)

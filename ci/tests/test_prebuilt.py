@@ -109,6 +109,25 @@ def test_cpu_switches(built, environ, expected):
     assert built(**environ) == expected
 
 
+@pytest.mark.skipif(len(cpu_levels()) == 1, reason="this kind of machine has one level")
+@pytest.mark.parametrize(
+    ("named", "levels"),
+    [
+        ("baseline,x86-64-v4", {"x86-64-v4", "baseline"}),
+        ("x86-64-v3 baseline", {"x86-64-v3", "baseline"}),
+        ("", set(cpu_levels())),
+    ],
+)
+def test_levels_that_are_named(built, named, levels):
+    libraries = built(APEX_BUILD_CPP_OPS="1", APEX_CPU_LEVELS=named)
+    assert libraries == {f"cpu-{level}.so": ALL for level in levels}
+
+
+def test_a_level_that_does_not_exist(built):
+    with pytest.raises(BuildError, match="APEX_CPU_LEVELS names 'v5', but the levels of"):
+        built(APEX_BUILD_CPP_OPS="1", APEX_CPU_LEVELS="v5")
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [

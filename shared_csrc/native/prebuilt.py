@@ -100,12 +100,25 @@ def _wanted_targets(switches: Switches, environ: Mapping[str, str]) -> list[Targ
     wanted = []
     cpu = switches.groups.get(CPP)
     if cpu or (cpu is None and (switches.demanded or _can_build("cpu"))):
-        wanted += [Target("cpu", level) for level in targets.cpu_levels()]
+        wanted += [Target("cpu", level) for level in _wanted_levels(environ)]
     gpu = _gpu_backend()
     on_gpu = switches.groups.get(CUDA)
     if on_gpu or (on_gpu is None and gpu and _can_build(gpu)):
         wanted.append(_gpu_target(gpu or "cuda", environ))
     return wanted
+
+
+def _wanted_levels(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The ISA levels that ``APEX_CPU_LEVELS`` names, best first; without it, all."""
+    known = targets.cpu_levels()
+    named = environ.get("APEX_CPU_LEVELS", "").replace(",", " ").split()
+    for level in named:
+        if level not in known:
+            raise BuildError(
+                f"APEX_CPU_LEVELS names {level!r}, but the levels of this kind of machine are "
+                f"{', '.join(known)}. Name some of these, or unset it to build all."
+            )
+    return tuple(level for level in known if level in named) or known
 
 
 def _can_build(backend: str) -> bool:

@@ -1,0 +1,85 @@
+"""Which ops a secondary compiler takes in CI: those that changed, and some that cover every header.
+
+Compilers beside the one that builds the wheels tell nothing new of an op whose headers another op
+compiles too. Where shared code changed, the sample includes every header of shared_csrc/include,
+and other ops at each commit; two more are drawn by lot, so that each op has its turn.
+"""
+
+import os
+import random
+import re
+from pathlib import Path
+
+from ci import dirty, stages
+from ci.workspace import ROOT, ops
+
+INCLUDE = ROOT / "shared_csrc" / "include"
+_INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
+BY_LOT = 2
+
+
+def sample(changed_files: list[str] | None, seed: str) -> list[str]:
+    """Return the ops to compile, sorted; None for the files: git cannot tell, so all of them."""
+    folders = op_folders()
+    if changed_files is None:
+        return sorted(folders)
+    own = {op for op, folder in folders.items() if any(_within(f, folder) for f in changed_files)}
+    shared = dirty.SHARED in dirty.affected(changed_files)
+    covering = cover({op: headers_of(folder) for op, folder in folders.items()}, seed)
+    rest = sorted(set(folders) - own)
+    by_lot = random.Random(seed).sample(rest, min(BY_LOT, len(rest)))
+    return sorted({*own, *by_lot, *(covering if shared else ())})
+
+
+def sampled_ops() -> list[str]:
+    """Return `sample` of this checkout, and note it for the table of stages."""
+    try:
+        files = dirty.changed_files(ROOT, os.environ.get("CI_BASE"))
+    except dirty.UNKNOWN:
+        files = None
+    chosen = sample(files, dirty.seed())
+    of = len(op_folders())
+    stages.note(f"{len(chosen)} of {of} ops: those changed, some that cover all headers, 2 by lot")
+    return chosen
+
+
+def op_folders() -> dict[str, Path]:
+    return {
+        op: next((ROOT / "packages" / p / "src").rglob(f"{op}/{op}.cpp")).parent
+        for op, p in ops().items()
+    }
+
+
+def _within(file: str, folder: Path) -> bool:
+    return (ROOT / file).is_relative_to(folder)
+
+
+def headers_of(folder: Path) -> frozenset[Path]:
+    """Return the shared headers that an op's sources include, directly or not."""
+    seen: set[Path] = set()
+    todo = list(folder.glob("*.cpp"))
+    while todo:
+        file = todo.pop()
+        for name in _INCLUDED.findall(file.read_text()):
+            found = next((p for p in (file.parent / name, INCLUDE / name) if p.is_file()), None)
+            if found is not None and found.resolve() not in seen:
+                seen.add(found.resolve())
+                todo.append(found.resolve())
+    return frozenset(path for path in seen if path.is_relative_to(INCLUDE))
+
+
+def cover(headers: dict[str, frozenset[Path]], seed: str) -> list[str]:
+    """Return ops that together include every header: few, and by lot where there is a choice."""
+    lot = random.Random(seed)
+    left, chosen = set().union(*headers.values()), []
+    users = {header: [op for op in sorted(headers) if header in headers[op]] for header in left}
+    while left:
+        rarest = min(sorted(left), key=lambda header: len(users[header]))
+        weights = [len(headers[op] & left) ** 2 for op in users[rarest]]
+        chosen.append(lot.choices(users[rarest], weights)[0])
+        left -= headers[chosen[-1]]
+    for op in list(chosen):  # those that a later one made superfluous
+        others = set().union(*(headers[other] for other in chosen if other != op))
+        if headers[op] <= others:
+            chosen.remove(op)
+    return chosen
