@@ -128,6 +128,18 @@ def test_out_variants_and_resizing():
         assert wide.dtype is torch.float32
 
 
+@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize("freed", [0, 1])
+@pytest.mark.parametrize("multiply", [torch.mm, lambda a, b: torch.addmm(a[0], a, b), F.linear])
+def test_memory_that_was_freed_is_not_read(multiply, freed, size):
+    """As FSDP leaves a parameter; torch refuses it, and so do products under amp."""
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    matrices = randn(size, size), randn(size, size)
+    matrices[freed].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="its data is not allocated"):
+        multiply(*matrices)
+
+
 MIXED = {
     "linear": (F.linear, (2, 4), (3, 4), (3,)),
     "linear without bias": (F.linear, (2, 4), (3, 4)),

@@ -6,7 +6,6 @@ import torch
 
 from ._ops import library
 from ._shared.native.doctor import main
-from .casting import float16_product  # noqa: F401  (it defines an op)
 from .multi_tensor import scale_
 
 

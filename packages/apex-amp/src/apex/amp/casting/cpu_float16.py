@@ -5,7 +5,7 @@ measured with torch 2.10 to 2.15 on such a CPU, the backward pass of a 512x1024x
 took 1246 ms (float32: 12 ms), that of a 3x3 convolution over 16x64x16x16 34 ms (float32: 2 ms).
 Where oneDNN does have float16, only the backward pass of convolutions is left to a reference loop.
 
-Small products have a kernel of their own, :mod:`.float16_product`: casts alone take longer.
+Products of few terms stay with torch's own loops, which then take less time than the casts.
 
 Operands are rounded to float16 already, so nothing is lost: products are exact, sums are taken in
 float32, and the result is rounded once. All other dtypes go to torch's own kernels unchanged.
@@ -20,16 +20,13 @@ from typing import Any
 
 import torch
 
+from .._shared.native.half_products import FEW as _FEW
 from .._shared.native.half_products import cpu_multiplies_float16
 
-# Multiplications up to which our kernel wins: 64x64 times 64x64 took 9 to 11 us, through float32 12
-# to 14 us, twice that size 17 to 26 us and 18 to 30 us (one thread; with two, float32 took longer).
-# bench_float16_product measures it.
-_FEW = 64**3
 _CONVOLUTION_BACKWARD = "convolution_backward"
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmv", "addbmm", "dot", "vdot")
-# Products of two matrices, and those that something is added to; of batches, too.
-_PAIRS, _SUMS = ("mm", "bmm"), ("addmm", "baddbmm")
+# Op -> where its matrices begin among the arguments; those with a choice between both ways.
+_MATRICES = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Op -> number of leading outputs to round back to float16; the rest (log-sum-exp) stays float32.
 _OPS = {
@@ -40,14 +37,12 @@ _OPS = {
     f"{_ATTENTION}_backward": 3,
 }
 # What compiled code calls: the result goes to memory that it has planned.
-_OUT_OPS = (*_PAIRS, *_SUMS)
+_OUT_OPS = tuple(_MATRICES)
 
 
 @contextlib.contextmanager
 def float16_through_float32() -> Iterator[None]:
     """Replace torch's CPU kernels of the ops above within the context."""
-    from .._shared.native.targets import is_emulating  # at first use, as all that builds kernels
-
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         # torch warns of kernels that replace its own, which is intended here.
@@ -55,8 +50,8 @@ def float16_through_float32() -> Iterator[None]:
         for name, rounded in _slow_ops().items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
             run = _through_float32(kernel, rounded)
-            if not is_emulating():  # then no kernel is the CPU's
-                run = _or_small(name, kernel, run)
+            if name in _MATRICES:
+                run = _if_many(kernel, run, _MATRICES[name])
             library.impl(name, run, "CPU", with_keyset=True)
             if name in _OUT_OPS:
                 out_kernel = torch.library.get_kernel(f"aten::{name}.out", "CPU")
@@ -106,33 +101,17 @@ def _through_float32(kernel: Any, rounded: int) -> Callable[..., Any]:
     return run
 
 
-def _or_small(name: str, kernel: Any, through_float32: Callable[..., Any]) -> Callable[..., Any]:
-    """Our own kernel for small products; torch's, without further questions, for other dtypes.
-
-    It is called at every layer, so each question counts: torch's kernel takes 1 to 5 us.
-    """
-    from .float16_product import float16_product  # most programs do not need it
-
+def _if_many(kernel: Any, through_float32: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """The kernel itself for other dtypes and for few multiplications, without further questions."""
     float16, call = torch.float16, kernel.call_boxed
 
-    def pair(keys: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
-        if a.dtype is not float16:
-            return call(keys, a, b)
-        if a.numel() * b.size(-1) > _FEW or b.dtype is not float16:
-            return through_float32(keys, a, b)
-        return float16_product(None, a, b)
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        matrix = args[first]
+        if matrix.dtype is not float16 or matrix.numel() * args[first + 1].shape[-1] <= _FEW:
+            return call(keys, *args, **kwargs)
+        return through_float32(keys, *args, **kwargs)
 
-    def summed(keys: Any, added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors) -> Any:
-        if a.dtype is not float16:
-            return call(keys, added, a, b, **factors)
-        is_small = a.numel() * b.size(-1) <= _FEW
-        if not is_small or b.dtype is not float16 or added.dtype is not float16:
-            return through_float32(keys, added, a, b, **factors)
-        return float16_product(added, a, b, **factors)
-
-    if name in _PAIRS:
-        return pair
-    return summed if name in _SUMS else through_float32
+    return run
 
 
 def _out_through_float32(out_kernel: Any, kernel: Any) -> Callable[..., Any]:
