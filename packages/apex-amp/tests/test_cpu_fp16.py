@@ -130,13 +130,15 @@ def test_out_variants_and_resizing():
 
 @pytest.mark.parametrize("size", [8, 16, 64])
 @pytest.mark.parametrize("freed", [0, 1])
-@pytest.mark.parametrize("multiply", [torch.mm, lambda a, b: torch.addmm(a[0], a, b), F.linear])
+@pytest.mark.parametrize(
+    "multiply", [torch.mm, lambda a, b: torch.addmm(torch.ones(1).half(), a, b), F.linear]
+)
 def test_memory_that_was_freed_is_not_read(multiply, freed, size):
     """As FSDP leaves a parameter; torch refuses it, and so do products under amp."""
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     matrices = randn(size, size), randn(size, size)
     matrices[freed].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="its data is not allocated"):
+    with pytest.raises(RuntimeError, match="is not allocated|storage of size 0"):
         multiply(*matrices)
 
 
