@@ -32,6 +32,14 @@ MAY_INCLUDE = {
 TORCH_TIERS = {"torch", "op source"}
 INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', re.MULTILINE)
 
+# torch's functions that give a tensor's address, of the C++ classes and of the C interface.
+POINTER = re.compile(r"\w*data_ptr\w*")
+MAY_ASK_FOR_POINTERS = {
+    "shared_csrc/include/apex/torch/check.h",
+    "shared_csrc/include/apex/torch/tensor_list.h",
+    "shared_csrc/emulation/tensors.cpp",
+}
+
 # Paths that exist on one machine only.
 MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:w[o]rk|r[o]ot|home|opt|tmp|Users)/[\w.]")
 TEXT_SUFFIXES = {".py", ".h", ".cpp", ".md", ".toml", ".ini", ".yml", ".yaml", ".json", ""}
@@ -41,6 +49,7 @@ def main() -> int:
     rules = (
         top_level,
         include_tiers,
+        checked_pointers,
         identical_copies,
         long_files,
         long_functions,
@@ -74,6 +83,21 @@ def include_tiers(root: Path) -> Iterator[str]:
                 yield f"{file.relative_to(root)}: {tier} must not include {name}"
             if name.startswith(("torch/", "ATen/", "c10/")) and tier not in TORCH_TIERS:
                 yield f"{file.relative_to(root)}: {tier} must not include torch ({name})"
+
+
+def checked_pointers(root: Path) -> Iterator[str]:
+    """Only the headers that check a tensor's memory, and tools that stand in for torch, ask for it.
+
+    A pointer from anywhere else may lead behind freed storage: torch adds an offset to whatever is
+    there.
+    """
+    for file in files("*.h", "*.cpp"):
+        path = file.relative_to(root)
+        if path.as_posix() in MAY_ASK_FOR_POINTERS:
+            continue
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            for name in POINTER.findall(line.partition("//")[0]):
+                yield f"{path}:{number}: names {name}; use data() or operand() of torch/dispatch.h"
 
 
 def tier_of(path: Path) -> str | None:

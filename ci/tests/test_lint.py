@@ -46,6 +46,29 @@ def test_include_tiers(complaints, name, include, is_allowed):
     assert all(complaint.startswith(name) for complaint in found)
 
 
+OP = "packages/apex-amp/src/apex/amp/scale/scale.cpp"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        (OP, "float* x = static_cast<float*>(tensor.data_ptr());", ["data_ptr"]),
+        (OP, "float* x = tensor.mutable_data_ptr<float>();", ["mutable_data_ptr"]),
+        (OP, "auto* x = tensor->const_data_ptr();", ["const_data_ptr"]),
+        (OP, "aoti_torch_get_data_ptr(tensor.get(), &x);", ["aoti_torch_get_data_ptr"]),
+        ("shared_csrc/include/apex/engine/a.h", "x.data_ptr(), y.data_ptr()", ["data_ptr"] * 2),
+        ("ci/template/op/my_op.cpp", "x.data_ptr()", ["data_ptr"]),
+        ("shared_csrc/include/apex/torch/check.h", "return tensor.data_ptr();", []),
+        (OP, "float* x = data<float>(tensor, name);  // not data_ptr()", []),
+    ],
+)
+def test_pointers_come_from_the_check(complaints, name, line, said):
+    found = complaints(lint.checked_pointers, name, f"// A line.\n{line}\n")
+    assert [f"{name}:2: names {word}; use" in c for word, c in zip(said, found, strict=True)] == [
+        True
+    ] * len(said)
+
+
 @pytest.mark.parametrize(
     ("name", "is_allowed"), [(".pytest.ini", True), ("ci/a.py", True), ("pytest.ini", False)]
 )

@@ -20,7 +20,7 @@ class Context {
 
   void* workspace(size_t bytes) const {
     workspaces_.push_back(empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
-    void* data = workspaces_.back().data_ptr();
+    void* data = memory_of(workspaces_.back(), "workspace");
     emulation::name_operand(data, "workspace");
     return data;
   }

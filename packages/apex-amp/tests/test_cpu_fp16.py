@@ -138,7 +138,7 @@ def test_memory_that_was_freed_is_not_read(multiply, freed, size):
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     matrices = randn(size, size), randn(size, size)
     matrices[freed].untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match="is not allocated|storage of size 0"):
+    with pytest.raises(RuntimeError, match=r"is not allocated|storage of size 0"):
         multiply(*matrices)
 
 

@@ -155,9 +155,9 @@ inline Product product_of(const char* op, Factor left, Factor right, const Tenso
           .result = type_of(op, "result", result),
           .epilogue = epilogue,
           .beta = beta,
-          .a = named(right.matrix.data_ptr(), "right"),
-          .b = named(like.data_ptr(), "left"),
-          .d = named(result.data_ptr(), "result"),
+          .a = operand(right.matrix, "right"),
+          .b = operand(like, "left"),
+          .d = operand(result, "result"),
           .bias = nullptr,
           .aux = nullptr};
 }

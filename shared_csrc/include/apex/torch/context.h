@@ -69,7 +69,7 @@ class Context {
   // safe because the allocator reuses memory in stream order.
   void* workspace(size_t bytes) const {
     workspaces_.push_back(empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
-    return workspaces_.back().data_ptr();
+    return memory_of(workspaces_.back(), "workspace");
   }
 
   void check_launch(const char* kernel) const {

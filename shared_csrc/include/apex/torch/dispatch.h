@@ -65,8 +65,9 @@ inline ScalarType statistics_dtype(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// A tool that watches memory calls it by its operand's name.
-inline void* named(void* data, [[maybe_unused]] const char* name) {
+// Memory of an operand of any dtype. A tool that watches memory calls it by the operand's name.
+inline void* operand(const Tensor& tensor, const char* name) {
+  void* data = memory_of(tensor, name);
 #if defined(APEX_NAME_OPERAND)
   APEX_NAME_OPERAND(data, name);
 #endif
@@ -78,19 +79,14 @@ template <class S>
 S* data(const Tensor& tensor, const char* name) {
   check(tensor.scalar_type() == scalar_type_of<S>(), name, " must be ",
         dtype_name(scalar_type_of<S>()), ", got ", dtype_name(tensor.scalar_type()), ".");
-  // Offsets are left to check_tensors(): most of these tensors are the op's own results.
-  void* memory = tensor.data_ptr();
-  if (memory == nullptr && tensor.numel() != 0) fail_without_memory("", name, tensor);
-  return static_cast<S*>(named(memory, name));
+  return static_cast<S*>(operand(tensor, name));
 }
 
 // Memory of a mask: bool, or uint8 where anything but 0 is true.
 inline const uint8_t* mask_data(const Tensor& mask, const char* name) {
   check(mask.scalar_type() == ScalarType::Bool || mask.scalar_type() == ScalarType::Byte, name,
         " must be bool or uint8, got ", dtype_name(mask.scalar_type()), ".");
-  void* memory = mask.data_ptr();
-  if (memory == nullptr && mask.numel() != 0) fail_without_memory("", name, mask);
-  return static_cast<const uint8_t*>(named(memory, name));
+  return static_cast<const uint8_t*>(operand(mask, name));
 }
 
 // Memory of a tensor that holds one number of type S on the device of `like`: a flag, a learning
@@ -105,7 +101,7 @@ S* number_near(const char* op, const char* name, const Tensor& number, const Ten
          " number on the device of the tensors (", describe(like), "), got ", describe(number),
          ".");
   }
-  return static_cast<S*>(named(number.data_ptr(), name));
+  return static_cast<S*>(operand(number, name));
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -23,13 +23,13 @@ void* vector_of(const char* op, const char* name, const Tensor& vector, int64_t 
                 const Tensor& like) {
   check_tensors(op, {{name, vector}});
   check_like(op, name, vector, size, like.scalar_type(), like);
-  return named(vector.data_ptr(), name);
+  return operand(vector, name);
 }
 
 void* aux_of(const char* op, const char* name, const Tensor& aux, const Tensor& result) {
   check_tensors(op, {{name, aux}});
   blaslt::check_matrix(op, name, aux, result.size(0), result.size(1), result.scalar_type(), result);
-  return named(aux.data_ptr(), name);
+  return operand(aux, name);
 }
 
 int64_t dense_gelu_blaslt(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,

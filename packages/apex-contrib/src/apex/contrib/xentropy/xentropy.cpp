@@ -63,7 +63,7 @@ Operands operands(const char* op, const Tensor& logits, const Tensor& labels, do
   Operands o{
       is_adjacent ? logits : as_contiguous(logits), as_contiguous(labels), {}, rows, columns, 0};
   o.stride = o.logits.stride(0);
-  o.view = {static_cast<const int64_t*>(o.labels.data_ptr()), columns, padding_idx.value_or(0),
+  o.view = {data<int64_t>(o.labels, "labels"), columns, padding_idx.value_or(0),
             padding_idx.has_value()};
   check_labels(op, o.view, rows);
   return o;

@@ -59,9 +59,11 @@ struct Operands {
   }
   template <class W, class T>
   Affine<W, T> affine(const OptionalTensor& bias, bool zero_centered_gamma) const {
-    auto pointer = [](const Tensor& tensor) { return static_cast<const W*>(tensor.data_ptr()); };
-    return {pointer(weight), pointer(bias.value_or(weight)), Scale<T>(true, zero_centered_gamma),
-            ValueOr<T>(bias.has_value(), T(0))};
+    auto pointer = [](const Tensor& tensor, const char* name) {
+      return static_cast<const W*>(memory_of(tensor, name));
+    };
+    return {pointer(weight, "weight"), pointer(bias.value_or(weight), "bias"),
+            Scale<T>(true, zero_centered_gamma), ValueOr<T>(bias.has_value(), T(0))};
   }
   Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x)); }
 

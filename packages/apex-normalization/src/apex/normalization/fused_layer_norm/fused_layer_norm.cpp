@@ -30,8 +30,10 @@ int64_t rows_of(const char* op, const char* name, const Tensor& x, int64_t colum
 template <class W, class T>
 Affine<W, T> affine_of(const OptionalTensor& weight, const OptionalTensor& bias,
                        bool zero_centered_gamma, const Tensor& readable) {
-  auto pointer = [](const Tensor& tensor) { return static_cast<const W*>(tensor.data_ptr()); };
-  return {pointer(weight.value_or(readable)), pointer(bias.value_or(readable)),
+  auto pointer = [](const Tensor& tensor, const char* name) {
+    return static_cast<const W*>(memory_of(tensor, name));
+  };
+  return {pointer(weight.value_or(readable), "weight"), pointer(bias.value_or(readable), "bias"),
           Scale<T>(weight.has_value(), zero_centered_gamma), ValueOr<T>(bias.has_value(), T(0))};
 }
 

@@ -187,7 +187,7 @@ void check_apart(const char* op, const char* name, const Tensor& numbers, const 
     auto begin = reinterpret_cast<uintptr_t>(data);
     return std::pair{begin, begin + static_cast<uintptr_t>(count)};
   };
-  auto [begin, end] = bytes(numbers.data_ptr(), numbers.numel() * numbers.element_size());
+  auto [begin, end] = bytes(memory_of(numbers, name), numbers.numel() * numbers.element_size());
   int64_t itemsize = written[0].element_size();
   for (int64_t row = 0; row < table.tensors(); ++row) {
     auto [from, to] = bytes(table.row(row)[column], table.numel[row] * itemsize);

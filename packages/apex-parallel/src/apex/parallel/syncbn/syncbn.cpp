@@ -75,7 +75,7 @@ Shape shape_of(const char* op, const Tensor& x, bool channel_last) {
 
 #if defined(APEX_CPU)
 void check_counts(const char* op, const Tensor& counts) {
-  auto* numbers = static_cast<const int64_t*>(counts.data_ptr());
+  const int64_t* numbers = data<int64_t>(counts, "count");
   for (int64_t i = 0; i < counts.numel(); ++i) {
     check(numbers[i] >= 0, op, ": count[", i, "] must not be negative, got ", numbers[i], ".");
   }

@@ -49,7 +49,7 @@ Parameter<T> parameter_of(const char* op, const char* name, const OptionalTensor
                         dtype == ScalarType::BFloat16,
         op, ": ", name, " must be ", is_double ? "float64" : "float32, float16 or bfloat16",
         ", as x is ", dtype_name(x.scalar_type()), "; got ", dtype_name(dtype), ".");
-  return {named(tensor->data_ptr(), name), storage_of(dtype),
+  return {operand(*tensor, name), storage_of(dtype),
           zero_centered ? T(1) : T(-0.0)};  // -0 changes no number
 }
 
