@@ -12,7 +12,8 @@ from torch import Tensor
 from .errors import not_dense
 
 DENSE = (torch.strided, torch.jagged)  # functions answer for nested tensors themselves
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float64, torch.float32, *_HALVES)
 
 
 def check_floating(name: str, argument: str, tensor: Tensor) -> None:
@@ -108,3 +109,29 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     dtype = torch.get_autocast_dtype(x.device.type)
     is_cast = lambda value: isinstance(value, Tensor) and value.is_floating_point()
     return tuple(value.to(dtype) if is_cast(value) else value for value in tensors)
+
+
+def is_amp(x: Any) -> bool:
+    """Whether casts of amp's O1 or O4 are in force for ``x``, and not a script's own autocast.
+
+    Their switch is torch's autocast, so that a kernel sees no difference; amp's handle tells it.
+    apex-amp is another wheel, and imports nothing here: where it casts, it is imported.
+    """
+    if not isinstance(x, Tensor) or not is_autocast(x):
+        return False
+    module = sys.modules.get("apex.amp._amp_state")
+    handle = None if module is None else getattr(module._amp_state, "handle", None)
+    return handle is not None and handle.is_active()
+
+
+def amp_to_float32(*tensors: Any) -> tuple[Any, ...]:
+    """Cast 16-bit tensors to float32 where amp casts for the first: so do norms in Apex's lists."""
+    if not is_amp(tensors[0]):
+        return tensors
+    is_half = lambda value: isinstance(value, Tensor) and value.dtype in _HALVES
+    return tuple(value.float() if is_half(value) else value for value in tensors)
+
+
+def autocast_norm(*tensors: Any) -> tuple[Any, ...]:
+    """:func:`autocast` for a norm, or :func:`amp_to_float32` where amp casts."""
+    return amp_to_float32(*tensors) if is_amp(tensors[0]) else autocast(*tensors)

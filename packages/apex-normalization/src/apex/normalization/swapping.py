@@ -87,7 +87,8 @@ def from_torch(model: nn.Module, *, memory_efficient: bool = False, mixed: bool 
         What was replaced, and what was not and why.
 
     Note:
-        Under autocast the fused modules return the autocast dtype, torch's float32.
+        Under autocast the fused modules return the autocast dtype, torch's float32. Under amp's O1
+        and O4 both return float32.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._shared.native.operands import check_floating
+from .._shared.native.operands import amp_to_float32, check_floating
 from .custom_ops import (
     fake_group_norm_nhwc_bprop,
     fake_group_norm_nhwc_fprop,
@@ -106,7 +106,8 @@ class GroupNorm(nn.Module):
             a weight of zeros.
 
     Input and output are ``[N, C, *]``, of one dtype and layout. Under autocast they keep it: what
-    convolutions made float16 stays so.
+    convolutions made float16 stays so. Under amp's O1 and O4 the output is float32, as that of
+    ``torch.nn.GroupNorm``.
 
     Raises:
         ValueError: ``num_groups`` does not divide ``num_channels``, ``eps`` is negative, or ``act``
@@ -201,6 +202,7 @@ class GroupNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` ``[N, C, *]``."""
+        (input,) = amp_to_float32(input)
         given = (input, self.num_groups, self.weight, self.bias, self.eps, self.act)
         norm = group_norm if self._check_legality(input) else torch_group_norm
         return norm(*given, zero_centered_gamma=self.zero_centered_gamma)

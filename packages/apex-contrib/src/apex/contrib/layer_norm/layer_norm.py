@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._shared.native.operands import as_rows, autocast, check_floating, exact
+from .._shared.native.operands import as_rows, autocast_norm, check_floating, exact
 from .fast_layer_norm import formula
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN", "_fast_layer_norm", "decompositions"]
@@ -35,7 +35,8 @@ class FastLayerNorm(nn.Module):
             formed in what rows are computed in, so small changes of a 16-bit weight count.
 
     Input is float64, float32, float16 or bfloat16, of any layout; computed in float32 at least. The
-    output has the dtype of the weight. Autocast casts all to its dtype, but float64.
+    output has the dtype of the weight. Autocast casts all to its dtype, but float64;
+    amp's O1 and O4 cast 16 bits to float32.
 
     Raises:
         ValueError: ``hidden_size`` is not positive, or ``eps`` is negative.
@@ -139,7 +140,7 @@ def _fast_layer_norm(
         TypeError: a dtype is not one of those of the class, or weight's and bias's differ.
         ValueError: shapes or devices do not fit, or ``epsilon`` is negative.
     """
-    operands = autocast(x, weight, bias)
+    operands = autocast_norm(x, weight, bias)
     return FastLayerNormFN.apply(
         *operands, epsilon, memory_efficient, zero_centered_gamma=zero_centered_gamma
     )

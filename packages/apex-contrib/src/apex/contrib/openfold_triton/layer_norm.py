@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.operands import as_rows, as_vector, autocast, check_floating, exact
+from .._shared.native.operands import as_rows, as_vector, autocast_norm, check_floating, exact
 from ..layer_norm.fast_layer_norm import formula
 
 __all__ = ["LayerNormSmallShapeOptImpl", "decompositions"]
@@ -49,7 +49,7 @@ class LayerNormSmallShapeOptImpl:
         Returns:
             Shape and dtype of ``inputs``, contiguous; computed in float32 at least. Gradients of
             weight and bias are sums in float32 at least. Autocast casts all tensors to its dtype
-            first, except float64.
+            first, except float64; amp's O1 and O4 cast 16 bits to float32.
 
         Raises:
             TypeError: a tensor is of another dtype, or none.
@@ -64,7 +64,7 @@ class LayerNormSmallShapeOptImpl:
             torch.Size([2, 5, 8])
         """
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        inputs, weight, bias = autocast(inputs, weight, bias)
+        inputs, weight, bias = autocast_norm(inputs, weight, bias)
         _check(inputs, tuple(shape), weight, bias, eps)
         dtype = torch.promote_types(inputs.dtype, torch.promote_types(weight.dtype, bias.dtype))
         rows = exact(as_rows(inputs, len(shape)), dtype)

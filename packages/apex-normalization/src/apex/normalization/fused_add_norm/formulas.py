@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.formula import Formula
-from .._shared.native.operands import as_rows, as_vector, exact, statistics_dtype
+from .._shared.native.operands import amp_to_float32, as_rows, as_vector, exact, statistics_dtype
 from ..fused_layer_norm import formulas as norms
 from . import ops
 
@@ -98,6 +98,7 @@ def run(
     """Return y and the sum of checked operands, cast to dtypes for which there is a kernel; all
     casts are exact.
     """
+    x, residual, *parameters = amp_to_float32(x, residual, *parameters)
     weight = parameters[0]
     dims, options = weight.dim(), (weight.numel(), eps, zero_centered_gamma)
     if x.dtype == residual.dtype == weight.dtype and dims == 1 < x.dim():  # fewer questions

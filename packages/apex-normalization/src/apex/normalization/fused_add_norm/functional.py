@@ -46,7 +46,7 @@ def fused_add_layer_norm(
     Returns:
         ``y``, shape and dtype of ``x``; with ``prenorm`` ``(y, s)``, where ``s`` has the wider
         dtype of ``x`` and ``residual`` (float32 for float16 and bfloat16). Both contiguous.
-        Autocast changes nothing here.
+        Autocast changes nothing here. Under amp's O1 and O4 all operands are cast to float32.
 
     Raises:
         TypeError: something is not floating point, or only some of them are float64.

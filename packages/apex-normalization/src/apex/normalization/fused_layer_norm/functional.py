@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._shared.native.operands import autocast, statistics_dtype
+from .._shared.native.operands import autocast_norm, statistics_dtype
 from . import formulas, native
 from .checks import as_shape, check_operands, check_recoverable, rms_eps
 
@@ -104,7 +104,8 @@ def fused_layer_norm_affine(
     Returns:
         Shape and dtype of ``input``; contiguous. Under autocast everything is cast to the autocast
         dtype first, which then is the result's (``torch.nn.functional.layer_norm`` returns
-        float32). float64 stays float64.
+        float32). float64 stays float64. Under amp's O1 and O4 the rule is that of their lists for
+        ``layer_norm``: everything is cast to float32, which is the result's.
 
     Raises:
         ValueError: shapes or devices do not match, ``eps`` is negative, or a weight is zero with
@@ -121,7 +122,7 @@ def fused_layer_norm_affine(
         )
         if y is not None:
             return y
-    input, weight, bias = autocast(input, weight, bias)
+    input, weight, bias = autocast_norm(input, weight, bias)
     name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
     return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
@@ -137,7 +138,7 @@ def fused_layer_norm(
         y = native.layer_norm(input, None, None, normalized_shape, eps)
         if y is not None:
             return y
-    (input,) = autocast(input)
+    (input,) = autocast_norm(input)
     return run_layer_norm(
         "fused_layer_norm", input, None, None, normalized_shape, eps, memory_efficient
     )
@@ -162,7 +163,7 @@ def mixed_dtype_fused_layer_norm_affine(
         y = native.layer_norm(input, weight, bias, normalized_shape, eps, True, zero_centered_gamma)
         if y is not None:
             return y
-    input, weight, bias = autocast(input, weight, bias)
+    input, weight, bias = autocast_norm(input, weight, bias)
     name = "mixed_dtype_fused_layer_norm_affine"
     options = (memory_efficient, True, zero_centered_gamma)
     return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
@@ -188,7 +189,7 @@ def fused_rms_norm_affine(
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
-    input, weight = autocast(input, weight)
+    input, weight = autocast_norm(input, weight)
     name, options = "fused_rms_norm_affine", (memory_efficient, False, zero_centered_gamma)
     return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
 
@@ -197,7 +198,7 @@ def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` without a weight."""
-    (input,) = autocast(input)
+    (input,) = autocast_norm(input)
     return run_rms_norm("fused_rms_norm", input, None, normalized_shape, eps, memory_efficient)
 
 
@@ -211,7 +212,7 @@ def mixed_dtype_fused_rms_norm_affine(
     zero_centered_gamma: bool = False,
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` for a weight of another dtype; the result has the weight's."""
-    input, weight = autocast(input, weight)
+    input, weight = autocast_norm(input, weight)
     name = "mixed_dtype_fused_rms_norm_affine"
     options = (memory_efficient, True, zero_centered_gamma)
     return run_rms_norm(name, input, weight, normalized_shape, eps, *options)

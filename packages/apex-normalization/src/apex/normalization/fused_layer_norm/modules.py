@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._shared.native.operands import autocast
+from .._shared.native.operands import autocast_norm
 from . import native
 from .checks import as_shape, check_eps, mixed_options
 from .functional import (
@@ -139,7 +139,8 @@ class FusedLayerNorm(_Norm):
 
     Shape and dtype:
         Input ``[..., *normalized_shape]`` in float64, float32, float16 or bfloat16, and in the
-        weight's dtype; output the same. Under autocast the output has the autocast dtype.
+        weight's dtype; output the same. Under autocast the output has the autocast dtype,
+        under amp's O1 and O4 float32.
 
     Raises:
         ValueError: shapes or devices do not match, or ``eps`` is negative.
@@ -200,7 +201,7 @@ class FusedLayerNorm(_Norm):
                 return y
             if weight is not None and type(input) is Tensor:  # what torch.fx records is none
                 name, options = "fused_layer_norm_affine", (efficient, False, centered)
-                operands = autocast(input, weight, bias)
+                operands = autocast_norm(input, weight, bias)
                 return run_layer_norm(name, *operands, shape, eps, *options)
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
