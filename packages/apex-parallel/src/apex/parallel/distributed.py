@@ -27,7 +27,7 @@ from .ddp.flat_tensors import (
     split_half_float_double_bfloat16,
     unflatten,
 )
-from .ddp.join import ReducerJoinHook, tell_joined_ranks
+from .ddp.join import NOT_JOINING, ReducerJoinHook, tell_joined_ranks
 from .ddp.lanes import current_stream, profiled
 from .ddp.on_demand import Reducer
 from .ddp.outputs import tensors_of
@@ -76,7 +76,7 @@ class _Kept:
 _NOT_PICKLED = {"_reducer", "_join_config", "_reduces", "_divides_by_all"}
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module):
     r"""Wraps a module so that after ``backward`` every gradient is its average over all ranks.
 
     .. math:: g \leftarrow \frac{f}{W} \sum_{r=1}^{W} \frac{g_r}{f}
@@ -146,6 +146,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     """
 
     warn_on_half = False  # gloo, too, sums 16-bit gradients
+    _join_config = NOT_JOINING  # where torch's Join writes its own
     message_size = _Kept("_reducer.options")
     delay_allreduce = _Kept("_reducer.options")
     prof = _Kept("_reducer.options")
@@ -190,7 +191,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         prof: bool = False,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
         checks.require_process_group(checks.NAME)
         if allreduce_trigger_params is not None:
             allreduce_trigger_params = list(allreduce_trigger_params)  # may be an iterator
@@ -247,7 +247,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         state = dict(state)
         options = Options(**{entry.name: state.pop(entry.name) for entry in fields(Options)})
         super().__setstate__(state)
-        Joinable.__init__(self)
         self._reduces = self._divides_by_all = True
         self._reducer = self._make_reducer(options)
         self.create_hooks()
@@ -405,3 +404,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             views = unflatten(result.to(bucket[0].dtype), bucket)
             for tensor, view in zip(bucket, views, strict=True):
                 tensor.set_(view)
+
+
+# Not a base class: ``Joinable.__init__`` would call the constructor of a user's second base class,
+# without arguments.
+Joinable.register(DistributedDataParallel)

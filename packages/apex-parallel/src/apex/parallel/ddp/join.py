@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 
 from .broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
     from .reducer import GradientReducer
+
+
+class JoinConfig(NamedTuple):
+    """What torch's ``Join`` tells a wrapper, and reads again when that notifies it."""
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+
+
+NOT_JOINING = JoinConfig()
+"""Of a wrapper outside of every ``Join``."""
 
 
 def tell_joined_ranks(reducer: GradientReducer, is_reduced: bool, divide_by_all: bool) -> None:
@@ -55,7 +67,7 @@ class ReducerJoinHook(JoinHook):
         """Take the parameters and buffers of a rank that had inputs until the end."""
         wrapper = self._wrapper
         wrapper._reducer.divisor = None
-        Joinable.__init__(wrapper)  # forwards need not tell anybody any more
+        wrapper._join_config = NOT_JOINING  # forwards need not tell anybody any more
         device, rank = wrapper._reducer.lane_set.device, dist.get_rank()
         last = torch.tensor(rank if is_last_joiner else -1, device=device)
         dist.all_reduce(last, dist.ReduceOp.MAX)
