@@ -75,6 +75,6 @@ def test_torchvision_networks_compute_the_same(name, monkeypatch):
         actual = network(x)
     torch.testing.assert_close(actual / expected.abs().max(), expected / expected.abs().max())
     columns, rows, missed = Permutation.get_permutation_stats()
-    assert columns >= NETWORKS[name]
-    assert rows > 0
-    assert missed == 0
+    assert len(columns) >= NETWORKS[name]
+    assert rows
+    assert missed == []

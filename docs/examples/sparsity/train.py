@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     begun_s = time.perf_counter()
     record["kept_magnitude"] = prune(pruned, args)
     record["prune_s"] = time.perf_counter() - begun_s
-    record["permuted_weights"] = Permutation.get_permutation_stats()[0]
+    record["permuted_weights"] = len(Permutation.get_permutation_stats()[0])
     record["pruned_top1"] = accuracy(network, val)
     expected = masks(network)
     pruned.run(train, args.finetune_epochs // 2)

@@ -144,7 +144,8 @@ def test_permutation_keeps_the_function_and_more():
     ASP.restore_pruned_weights()
     assert not ASP.is_sparsity_enabled()
     torch.testing.assert_close(net(x), y, rtol=1e-5, atol=1e-5)
-    assert Permutation.get_permutation_stats()[0] == 2  # linear, and attention behind an index: no
+    expected = ["conv2.weight", "linear.weight", "attend.in_proj_weight"]
+    assert Permutation.get_permutation_stats()[0] == expected
     ASP.reset()
     ASP.init_model_for_pruning(plain, verbosity=0, allow_permutation=False)
     ASP.compute_sparse_masks()
@@ -338,7 +339,7 @@ def check_data_parallel(rank, world_size):
     ASP.prune_trained_model(wrapped, optimizer)
     for step in range(2):
         train_step(wrapped, optimizer, 10 * step + rank)
-    assert Permutation.get_permutation_stats()[0] > 0
+    assert Permutation.get_permutation_stats()[0]
     assert_two_of_four(net)
     state = {name: value.tolist() for name, value in net.named_parameters()}
     state |= {name: value.tolist() for name, value in masks_of(net).items()}

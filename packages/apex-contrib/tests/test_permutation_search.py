@@ -2,8 +2,10 @@
 
 import importlib
 import math
+import subprocess
 import sys
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -289,3 +291,32 @@ def test_other_bad_arguments():
         search.generate_all_unique_combinations(6, 4)
     with pytest.raises(ValueError, match="group_width must be 4"):
         search.build_stripe_map(matrix_of(2, 8), 2, 2)
+
+
+TOP_LEVEL = """
+import sys
+{first}
+sys.path.append({folder!r})
+import permutation_search_kernels.channel_swap as swap
+from permutation_search_kernels import accelerated_search_for_good_permutation as search
+from permutation_search_kernels.exhaustive_search import Exhaustive_Search
+import permutation_search_kernels as top
+from apex.contrib.sparsity import permutation_search_kernels as own
+from apex.contrib.sparsity.permutation_search_kernels import channel_swap, exhaustive_search
+
+assert top is own and swap is channel_swap and search is own.accelerated_search_for_good_permutation
+assert Exhaustive_Search is exhaustive_search.Exhaustive_Search
+files = [module.__file__ for module in set(sys.modules.values()) if "search_kernels" in str(module)]
+assert len(files) == len(set(files)) == 6, files
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import apex.contrib.sparsity.permutation_lib"])
+def test_top_level_package_is_the_same(first):
+    """Apex's scripts put sparsity/ on sys.path; the operator must not be defined twice then."""
+    folder = str(Path(search.__file__).parent.parent)
+    code = TOP_LEVEL.format(first=first, folder=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -177,10 +177,11 @@ def test_searching_and_applying_by_steps():
     assert Permutation.fetch_C_permutation_sequence_value("b", graph) == permutation
     assert Permutation.fetch_K_permutation_sequence_value("a", graph) == permutation
     assert Permutation.fetch_C_permutation_sequence_value("stem", graph) == []
-    assert Permutation.check_graph_for_unpermuted_nodes(graph) > 0  # nothing was applied yet
+    missed = Permutation.check_graph_for_unpermuted_nodes(graph)  # nothing was applied yet
+    assert missed == ["a_K", "b_C"]
     before = net.b.weight.detach().clone()
     assert Permutation.apply_permutations(graph) is graph
-    assert Permutation.check_graph_for_unpermuted_nodes(graph) == 0
+    assert Permutation.check_graph_for_unpermuted_nodes(graph) == []
     assert torch.equal(net.b.weight, before[:, permutation])
     assert graph["b"]["C_permuted"]
     assert graph["a"]["K_permuted"]

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from .ordered_norm import OrderedLocalResponseNorm
 from .sparse_masklib import create_mask
 
 __all__ = ["ASP", "eligible_modules"]
@@ -160,7 +162,8 @@ class ASP:
 
         Raises:
             RuntimeError: another model was initialized before; call :meth:`reset`.
-            ValueError: a type of ``whitelist`` is not known, or ``mask_calculator`` is no pattern.
+            ValueError: a type of ``whitelist`` is not known, ``mask_calculator`` is no pattern, or
+                a lazy layer has no weight yet. The model is as it was then.
         """
         if cls._model is not None:
             raise RuntimeError(
@@ -187,6 +190,8 @@ class ASP:
         unique = {id(pruned.parameter): pruned for pruned in reversed(chosen)}  # the first of tied
         for pruned in reversed(unique.values()):
             pruned.add_buffers(allow_recompute_mask)
+        if allow_permutation:  # they load a checkpoint of permuted channels
+            OrderedLocalResponseNorm.adopt_all(model)
         cls._model, cls._parameters = model, tuple(reversed(unique.values()))
         cls._calculator = (
             mask_calculator
@@ -205,6 +210,11 @@ class ASP:
             parameter = module._parameters.get(own)
             if parameter is None or not parameter.requires_grad:
                 continue
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"ASP.init_model_for_pruning: model: {name}.{own} of a {type(module).__name__} "
+                    "has no shape yet, expected one. Run the model once on a batch first."
+                )
             shape = tuple(parameter.shape)
             if len(shape) < 2 or shape[0] % _ROWS or shape[1] % _COLUMNS:
                 if verbosity >= 2:

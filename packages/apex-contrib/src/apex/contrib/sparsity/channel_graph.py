@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
-from .channel_rules import Attended, ChannelRules, Held
-from .channel_spaces import Channels, Use
+from .channel_rules import ChannelRules
+from .channel_spaces import Attended, Channels, Use
+from .channel_views import Held
 from .over_processes import Share
 
 
@@ -65,6 +67,31 @@ class ChannelGraph(dict[str, dict[str, Any]]):
                 "children": children,
             }
 
+    @staticmethod
+    def traced(model: nn.Module) -> tuple[fx.Graph, list[fx.Graph], dict[str, Tensor]]:
+        """Trace a network as it is, and as it is in training and in evaluation.
+
+        Returns:
+            Its graph, those of the other modes that differ from it, and by their names in graphs
+            the tensors that its code makes. The network itself is left as it was.
+        """
+        modes = {module: module.training for module in model.modules()}
+        graphs: list[fx.Graph] = []
+        constants: dict[str, Tensor] = {}
+        present = set(vars(model))
+        try:
+            for mode in (None, True, False):
+                for module, own in modes.items():
+                    module.training = own if mode is None else mode
+                graphs.append(Tracer().trace(model))
+        finally:
+            for module, own in modes.items():
+                module.training = own
+            for name in set(vars(model)) - present:  # torch.fx keeps constants there
+                constants[name] = vars(model).pop(name)
+        first = str(graphs[0])
+        return graphs[0], [graph for graph in graphs[1:] if str(graph) != first], constants
+
     def find(self, name: str) -> str:
         """The node of a name, which may be that of its module.
 
@@ -92,7 +119,7 @@ class ChannelGraph(dict[str, dict[str, Any]]):
             return [
                 t
                 for t in (*module._parameters.values(), *module._buffers.values())
-                if t is not None
+                if t is not None and not is_lazy(t)
             ]
         inputs: Iterable[fx.Node] = () if node is None else (node, *node.all_input_nodes)
         held = [self.rules.values[n] for n in inputs]
@@ -103,10 +130,14 @@ class ChannelGraph(dict[str, dict[str, Any]]):
         uses = (self.rules.spaces.use_of(tensor, dim) for tensor in self.tensors_of(name))
         return [use for use in uses if use is not None]
 
+    def all_uses_of(self, name: str) -> list[Use]:
+        """Those of all dimensions."""
+        most = max((tensor.dim() for tensor in self.tensors_of(name)), default=0)
+        return [use for dim in range(most) for use in self.uses_of(name, dim)]
+
     def spaces_read(self, name: str) -> list[int]:
         """The spaces in a node's dimension C: more than one where it reads a concatenation."""
-        parts = [space for use in self.uses_of(name, 1) for space, _ in use.parts]
-        return self._roots(parts)
+        return self._roots_of(use for use in self.all_uses_of(name) if use.reads)
 
     def spaces_made(self, name: str) -> list[int]:
         """The spaces in a node's dimension K."""
@@ -116,7 +147,10 @@ class ChannelGraph(dict[str, dict[str, Any]]):
             return []  # its output projection is a node of its own
         if isinstance(value, Channels):
             return self._roots(value.spaces)
-        return self._roots(space for use in self.uses_of(name, 0) for space, _ in use.parts)
+        return self._roots_of(use for use in self.all_uses_of(name) if not use.reads)
+
+    def _roots_of(self, uses: Iterable[Use]) -> list[int]:
+        return self._roots(space for use in uses for space, _ in use.parts)
 
     def _roots(self, spaces: Iterable[int]) -> list[int]:
         return list(dict.fromkeys(self.rules.spaces.root(space) for space in spaces))

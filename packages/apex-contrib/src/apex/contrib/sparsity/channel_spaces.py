@@ -14,21 +14,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number times unknown sizes, which are dimensions of nodes: equal ones are the same."""
+
+    number: int
+    unknown: tuple[tuple[str, int], ...] = ()
+
+    def __mul__(self, other: Size) -> Size:
+        unknown = tuple(sorted((*self.unknown, *other.unknown)))
+        return Size(self.number * other.number, unknown)
 
 
 @dataclass(frozen=True)
 class Channels:
     """A tensor whose dimension ``axis`` (negative) is one space, or several that are concatenated.
 
-    ``dims`` is the number of dimensions, or None where it is not known.
+    ``sizes`` are those of all dimensions, or None where not even their number is known.
     """
 
     spaces: tuple[int, ...]
     axis: int
-    dims: int | None
+    sizes: tuple[Size, ...] | None
+
+    @property
+    def dims(self) -> int | None:
+        """The number of dimensions, or None where it is not known."""
+        return None if self.sizes is None else len(self.sizes)
 
     def with_spaces(self, spaces: Iterable[int]) -> Channels:
         return replace(self, spaces=tuple(spaces))
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What MultiheadAttention returns: its first part has channels, the other has none."""
+
+    channels: Channels
 
 
 @dataclass
@@ -42,12 +67,16 @@ class Space:
 
 @dataclass
 class Use:
-    """A dimension of a tensor, made of parts: a space, and how many of its channels."""
+    """A dimension of a tensor, made of parts: a space, and how many of its channels.
+
+    ``reads``: the tensor is a weight, and these are the channels that it reads.
+    """
 
     name: str
     tensor: Tensor
     dim: int
     parts: list[tuple[int, int]] = field(default_factory=list)
+    reads: bool = False
 
 
 def key_of(tensor: Tensor) -> Any:
@@ -98,7 +127,7 @@ class ChannelSpaces:
             self._frozen.setdefault((key_of(tensor), dim), reason)
 
     def freeze_tensor(self, tensor: Tensor | None, reason: str) -> None:
-        if tensor is not None:
+        if tensor is not None and not is_lazy(tensor):
             for dim in range(tensor.dim()):
                 self.freeze_dim(tensor, dim, reason)
 
@@ -129,15 +158,28 @@ class ChannelSpaces:
         """Let each ``atom`` channels be permuted like the first."""
         self[space].atom = gcd(self[space].atom, atom)
 
-    def attach(self, name: str, tensor: Tensor | None, dim: int, channels: Channels) -> None:
+    def attach(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        dim: int,
+        channels: Channels,
+        reads: bool = False,
+    ) -> None:
         """Say that a dimension of a tensor has these channels."""
         if tensor is None:
             return
         lengths = [self[space].size for space in channels.spaces]
-        self.attach_parts(name, tensor, dim, channels, lengths)
+        self.attach_parts(name, tensor, dim, channels, lengths, reads)
 
     def attach_parts(
-        self, name: str, tensor: Tensor, dim: int, channels: Channels, lengths: list[int]
+        self,
+        name: str,
+        tensor: Tensor,
+        dim: int,
+        channels: Channels,
+        lengths: list[int],
+        reads: bool = False,
     ) -> None:
         """The same, of a tensor that has fewer: of a grouped convolution, those of one group."""
         if sum(lengths) != tensor.shape[dim]:
@@ -146,6 +188,7 @@ class ChannelSpaces:
             return
         parts = list(zip(channels.spaces, lengths, strict=True))
         use = self._uses.setdefault((key_of(tensor), dim), Use(name, tensor, dim, parts))
+        use.reads |= reads
         if [length for _, length in use.parts] != lengths:
             self.freeze(channels, f"{name} has other channels elsewhere")
             self.freeze_dim(tensor, dim, "has other channels elsewhere")
@@ -157,13 +200,15 @@ class ChannelSpaces:
             else:
                 self.merge(known, space)
 
-    def made_by(self, name: str, weight: Tensor, atom: int | None = None) -> tuple[int, ...]:
+    def made_by(
+        self, name: str, weight: Tensor, atom: int | None = None, dim: int = 0
+    ) -> tuple[int, ...]:
         """The spaces of a weight's rows: new ones, unless the weight made channels before."""
-        use = self._uses.get((key_of(weight), 0))
+        use = self._uses.get((key_of(weight), dim))
         if use is not None:
             return tuple(space for space, _ in use.parts)
-        made = (self.new(weight.shape[0], atom),)
-        self.attach(name, weight, 0, Channels(made, -1, None))
+        made = (self.new(weight.shape[dim], atom),)
+        self.attach(name, weight, dim, Channels(made, -1, None))
         return made
 
     def finish(self) -> None:

@@ -58,7 +58,7 @@ class Permutation(SingleNodes):
     _save_graph = False
     _output_dir = "."
     _search_options: Mapping[str, Any] | None = None
-    _stats = (0, 0, 0)
+    _stats: tuple[list[str], list[str], list[str]] = ([], [], [])
     _deferred: list[str] | None = None
 
     # Settings.
@@ -150,14 +150,12 @@ class Permutation(SingleNodes):
             RuntimeError: processes have different networks, or a search failed on one of them.
                 Nothing is changed then, on any.
         """
-        cls._stats = (0, 0, 0)
+        cls._stats = ([], [], [])
         if not cls._allow:
             return False
         if cls._save_graph:
-            dump_fx_graph = True
-            save_dumped_fx_graph = os.path.join(
-                cls._output_dir, os.path.basename(save_dumped_fx_graph)
-            )
+            name = os.path.basename(save_dumped_fx_graph)
+            dump_fx_graph, save_dumped_fx_graph = True, os.path.join(cls._output_dir, name)
         graph, is_traced = cls.build_offline_permutation_graph(model)
         if graph is None or not is_traced:
             return False
@@ -224,13 +222,17 @@ class Permutation(SingleNodes):
         cls.apply_permutations(graph)
 
     @classmethod
-    def get_permutation_stats(cls) -> tuple[int, int, int]:
-        """Weights permuted in C, their columns, and in K, their rows, by the last call.
+    def get_permutation_stats(cls) -> tuple[list[str], list[str], list[str]]:
+        """What the last call permuted, by name.
 
-        The third number counts dimensions that should have been permuted but were not. It is 0:
-        what does not fit is found before anything is permuted.
+        Returns:
+            Weights permuted in C, the channels that they read; weights, biases and vectors of norms
+            permuted in K, the channels that are made; and dimensions that should have been permuted
+            but were not, such as ``"conv1_K"`` of the node conv1. The last is empty: what does not
+            fit is found before anything is permuted.
         """
-        return cls._stats
+        in_c, in_k, missed = cls._stats
+        return list(in_c), list(in_k), list(missed)
 
     # The network's graph.
 
@@ -243,11 +245,11 @@ class Permutation(SingleNodes):
     ) -> tuple[ChannelGraph | None, bool]:
         """Trace a network, and find what may be permuted; (None, False) if it cannot be traced."""
         try:
-            graph = Tracer().trace(model)
+            graph, others, constants = ChannelGraph.traced(model)
         except Exception as error:  # whatever the network's own code raises for a proxy
             cls._say(1, f"no permutation: torch.fx cannot trace {type(model).__name__}: {error}")
             return None, False
-        rules = ChannelRules(model, graph)
+        rules = ChannelRules(model, graph, others, constants)
         for what in dict.fromkeys(rules.unknown):
             cls._say(2, f"channels that meet {what} are not permuted")
         table = ChannelGraph(rules)
@@ -437,8 +439,8 @@ class Permutation(SingleNodes):
         """Permute all tensors that have channels for which a permutation was found, in place."""
         permutations = {s: p for s, p in fx_graph.permutations.items() if p is not None}
         cls._apply(fx_graph, permutations)
-        columns, rows, _ = cls._stats
-        cls._say(1, f"permuted: {columns} pruned weights in C, {rows} weights in K")
+        in_c, in_k, _ = cls._stats
+        cls._say(1, f"permuted: {len(in_c)} weights in C, {len(in_k)} tensors in K")
         return fx_graph
 
     @classmethod
@@ -464,10 +466,12 @@ class Permutation(SingleNodes):
     @classmethod
     def _apply(cls, graph: ChannelGraph, permutations: Mapping[int, Sequence[int]]) -> None:
         moved = permute_spaces(graph.rules, permutations, cls._optimizer)
-        columns = sum(use.dim == 1 and key_of(use.tensor) in cls._sparse for use in moved)
-        rows = sum(use.dim == 0 and use.tensor.dim() > 1 for use in moved)
-        cls._stats = (cls._stats[0] + columns, cls._stats[1] + rows, 0)
-        steps.note_permuted(graph, moved)
+        own = [use for use in moved if not graph.rules.is_order(use.tensor)]
+        in_c, in_k, _ = cls._stats
+        in_c = [*in_c, *(use.name for use in own if use.reads)]
+        in_k = [*in_k, *(use.name for use in own if not use.reads)]
+        cls._stats = (list(dict.fromkeys(in_c)), list(dict.fromkeys(in_k)), [])
+        steps.note_permuted(graph, permutations)
 
     @classmethod
     def transfer_to_dense_mask(cls) -> None:
@@ -486,13 +490,10 @@ class Permutation(SingleNodes):
     def resume_prints(cls) -> None:
         """Print what was kept, and everything from now on."""
         kept, cls._deferred = cls._deferred or [], None
-        for text in kept:
-            print(text)
+        print(*kept, sep="\n", end="\n" if kept else "")
 
     @classmethod
     def _say(cls, verbosity: int, text: str) -> None:
         if cls._verbosity >= verbosity:
-            if cls._deferred is None:
-                print(f"[ASP] {text}")
-            else:
-                cls._deferred.append(f"[ASP] {text}")
+            say = print if cls._deferred is None else cls._deferred.append
+            say(f"[ASP] {text}")

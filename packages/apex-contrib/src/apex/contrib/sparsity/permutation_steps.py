@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from .channel_graph import ChannelGraph
-from .channel_spaces import Use, key_of
 
 _REAL_FUNCTIONS = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -30,9 +29,9 @@ def init_permutation_flags(fx_graph: ChannelGraph) -> ChannelGraph:
     for name in list(fx_graph):
         facts, module = fx_graph[name], fx_graph.module_of(name)
         is_held = facts["op"] == "get_attr" and bool(fx_graph.tensors_of(name))
-        is_function = facts["op"] == "call_function" and bool(fx_graph.uses_of(name, 1))
         is_real = isinstance(module, (nn.Linear, nn.MultiheadAttention, *_CONVOLUTIONS))
         read, made = fx_graph.spaces_read(name), fx_graph.spaces_made(name)
+        is_function = facts["op"] == "call_function" and bool(read)
         facts |= {
             "module_type": type(module).__name__ if module is not None else None,
             "is_real": is_real or is_held or is_function,
@@ -262,26 +261,25 @@ def propagate_permutation_flags(fx_graph: ChannelGraph) -> ChannelGraph:
     return fx_graph
 
 
-def check_graph_for_unpermuted_nodes(fx_graph: ChannelGraph) -> int:
-    """Count the dimensions that were not permuted although their channels were."""
-    missed = 0
+def check_graph_for_unpermuted_nodes(fx_graph: ChannelGraph) -> list[str]:
+    """Name the dimensions that were not permuted although their channels are to be: ``"a_C"``."""
+    missed = []
     for name, facts in fx_graph.items():
         for side, spaces in (
             ("C", fx_graph.spaces_read(name)),
             ("K", fx_graph.spaces_made(name)),
         ):
             should = any(fx_graph.permutations.get(space) is not None for space in spaces)
-            missed += facts["is_real"] and should and not facts[f"{side}_permuted"]
+            if facts["is_real"] and should and not facts[f"{side}_permuted"]:
+                missed.append(f"{name}_{side}")
     return missed
 
 
-def note_permuted(fx_graph: ChannelGraph, moved: Iterable[Use]) -> None:
-    """Set ``C_permuted`` and ``K_permuted`` of the nodes whose tensors were permuted."""
-    done = {(key_of(use.tensor), use.dim) for use in moved}
+def note_permuted(fx_graph: ChannelGraph, permuted: Collection[int]) -> None:
+    """Set ``C_permuted`` and ``K_permuted`` of the nodes whose channels were permuted."""
     for name, facts in fx_graph.items():
-        for side, dim in (("C", 1), ("K", 0)):
-            keys = {(key_of(use.tensor), dim) for use in fx_graph.uses_of(name, dim)}
-            facts[f"{side}_permuted"] |= bool(done & keys)
+        facts["C_permuted"] |= any(space in permuted for space in fx_graph.spaces_read(name))
+        facts["K_permuted"] |= any(space in permuted for space in fx_graph.spaces_made(name))
 
 
 def _size(graph: ChannelGraph, spaces: Iterable[int]) -> int:

@@ -95,9 +95,7 @@ class SingleNodes:
     ) -> bool:
         """Permute a tensor that the network holds by itself in the dimension that has channels."""
         name = fx_graph.find(node_name)
-        most = max((tensor.dim() for tensor in fx_graph.tensors_of(name)), default=0)
-        uses = [use for dim in range(most) for use in fx_graph.uses_of(name, dim)]
-        dims = [(use.tensor, use.dim) for use in uses]
+        dims = [(use.tensor, use.dim) for use in fx_graph.all_uses_of(name)]
         return permute_dims(dims, permutation_sequence, dryrun, cls._optimizer)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .channel_rules import ChannelRules
 from .channel_spaces import Use
+from .ordered_norm import OrderedLocalResponseNorm
 
 
 def replicate_sequence(sequence: Sequence[int], replications: int) -> list[int]:
@@ -29,6 +30,10 @@ def permute_spaces(
     moved = [(use, order) for use, order in orders if order is not None]
     for use, order in moved:
         _permute(use.tensor, use.dim, order, optimizer)
+    done = {id(use.tensor) for use, _ in moved}
+    for norm, order in rules.local_norms.items():
+        if id(order) in done:
+            OrderedLocalResponseNorm.adopt(norm, order)
     return [use for use, _ in moved]
 
 
