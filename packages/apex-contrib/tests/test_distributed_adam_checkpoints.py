@@ -340,3 +340,43 @@ def check_scheduler(rank, world):
 
 def test_a_scheduler(two_ranks):
     two_ranks(check_scheduler)
+
+
+def check_states_of_new_parameters(rank, world):
+    """Parameters that no backward has seen have a state: before a step, and after a new group."""
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2,), 5.0))
+    optimizer = DistributedFusedAdam([first], lr=0.1)
+
+    def train(*params):
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for format_ in (2, 1):
+        saved = copy.deepcopy(optimizer.state_dict(**how(format_)))
+        before = first.detach().clone()
+        train(first)
+        optimizer.load_state_dict(saved)
+        assert torch.equal(first, before), format_
+    train(first)
+    optimizer.add_param_group({"params": [second], "weight_decay": 0.1})
+    for format_ in (2, 1):
+        saved = copy.deepcopy(optimizer.state_dict(**how(format_)))
+        before = [param.detach().clone() for param in (first, second)]
+        train(first, second)
+        assert not torch.equal(second, before[1])
+        optimizer.load_state_dict(saved)
+        assert all(map(torch.equal, (first, second), before)), format_
+    entry = optimizer.state_dict()["state"][1]
+    assert torch.equal(entry["param"], before[1])
+    assert not entry["exp_avg"].any()
+    assert not entry["exp_avg_sq"].any()
+
+
+def how(format_):
+    return {"state_dict_format": 1, "gather_on_root": False} if format_ == 1 else {}
+
+
+@pytest.mark.filterwarnings("ignore:.*format 1 loads only")
+def test_states_of_new_parameters(two_ranks):
+    two_ranks(check_states_of_new_parameters)

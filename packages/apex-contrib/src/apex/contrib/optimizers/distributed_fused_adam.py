@@ -17,6 +17,7 @@ from .distributed import (
     gradients,
     layout,
     norms,
+    ownership,
     parameters,
     plans,
     scaling,
@@ -169,10 +170,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Add a group, as torch's optimizers do; on all ranks, whose parameters become rank 0's."""
         super().add_param_group(param_group)
         if "buckets" in self.state:
-            arguments.device_of(self.parameters(), self.device)
-            setup.take_in(self, self.param_groups[-1:])
-            self.param_sync()
-            self._broadcast_params()
+            setup.add_group(self)
 
     __getstate__ = arguments.refuse_copies
 
@@ -294,16 +292,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Forget all gradients, reduced or not, and the pending scale."""
-        gradients.finish_all(self)
-        for bucket_id, buffer in self._grad_buffers.items():
-            if bucket_id in self.grads_buckets:
-                buffer.zero_()
-        self.grads_buckets.clear()
-        self.round = gradients.Round()
-        self._grad_scale.fill_(1.0)
-        self.found_inf.zero_()
-        self._dummy_overflow_buf.zero_()
-        self.note_gradients()
+        ownership.check_owner(self, "zero_grad")
+        gradients.forget(self)
         buffers.zero_gradients(self, set_to_none)
 
     @contextmanager
@@ -347,7 +337,15 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def note_gradients(self) -> None:
         """Gradients have changed: they are to be reduced, and their norm is not known any more."""
-        self.is_reduced, self._grad_norm = False, None
+        self.is_reduced, self.is_stepped, self._grad_norm = False, False, None
+
+    def _holds_gradients(self) -> bool:
+        """Whether there are gradients that no step has used, outside of ``param.grad``."""
+        return not self.is_stepped and any(map(gradients.is_filled, self.grads_buckets.values()))
+
+    def _finish_under_way(self) -> None:
+        """What another optimizer asks for before it takes over parameters."""
+        self.param_sync()
 
     def check_was_current(self, param: Tensor) -> None:
         """Raise RuntimeError if ``param`` was used before its new value had arrived."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -75,6 +76,31 @@ def check_state(state_dict: Any, where: str) -> None:
             f"{where}: the state must be a dict with 'state' and 'param_groups', as "
             f"state_dict() returns, got {keys!r}."
         )
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
+        raise ValueError(
+            f"{where}: 'state' must be a dict and 'param_groups' a list, got a "
+            f"{type(state).__name__} and a {type(groups).__name__}."
+        )
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), Sequence):
+            raise ValueError(
+                f"{where}: each of 'param_groups' must be a dict with a list 'params', got "
+                f"{group!r}."
+            )
+
+
+def count_of(value: Any, where: str) -> int:
+    """A count of steps that a state holds as a number or as a tensor of one.
+
+    Raises:
+        ValueError: it is none, negative, or beyond int32.
+    """
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    is_whole = isinstance(number, Real) and number == number and abs(number) < 2**31
+    if not is_whole or number != int(number) or number < 0:
+        raise ValueError(f"{where}: step must be >= 0, whole and below 2**31, got {value!r}.")
+    return int(number)
 
 
 def refuse_copies(optimizer: Any) -> None:
@@ -108,14 +134,21 @@ def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:
 
 def check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for a hyper-parameter that is out of range."""
-    betas, lr = group["betas"], group["lr"]
-    if not isinstance(lr, Tensor) and not lr >= 0:
-        raise ValueError(f"{NAME}: lr must be >= 0, got {lr}.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{NAME}: betas must be two numbers in [0, 1), got {betas}.")
-    for name in ("eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{NAME}: {name} must be >= 0, got {group[name]}.")
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(map(_is_decay, betas)):
+        raise ValueError(f"{NAME}: betas must be two numbers in [0, 1), got {betas!r}.")
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor):
+            is_right = value.numel() == 1 and (name == "lr" or value >= 0)
+        else:
+            is_right = isinstance(value, Real) and value >= 0
+        if not is_right:
+            raise ValueError(f"{NAME}: {name} must be a number >= 0, got {value!r}.")
+
+
+def _is_decay(beta: Any) -> bool:
+    return isinstance(beta, Real | Tensor) and bool(0 <= beta < 1)
 
 
 def device_of(params: Iterable[Tensor], given: torch.device | str) -> torch.device:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import local_states
-from .arguments import NAME, check_state
-from .collectives import all_gather
+from .arguments import NAME, check_state, count_of
+from .collectives import all_gather, load_together
 from .held_values import KEYS, read, send_parameters, value_dtype, write
 from .layout import flat_like, shaped_view
+from .ownership import check_owner
 from .plans import agree
 
 _MASTERS = ("param", "master_param")  # ours, and FusedAdam's
+_WHERE = f"{NAME}.load_state_dict"
 _GIVEN_UP = ("amsgrad", "maximize")  # of torch's Adam, which this optimizer has not
 
 
@@ -28,7 +30,10 @@ def save(optimizer: Any, state_dict_format: int | None, gather_on_root: bool | N
     form = 2 if state_dict_format is None else state_dict_format
     if form not in (1, 2):
         raise ValueError(f"{NAME}.state_dict: state_dict_format must be 1 or 2, got {form}.")
+    if optimizer.store_param_remainders:  # whose other halves are in the parameters
+        check_owner(optimizer, "state_dict")
     optimizer.param_sync()
+    agree(optimizer)  # parameters that no backward has seen have a state, too
     if form == 1:
         return local_states.save(optimizer, True if gather_on_root is None else gather_on_root)
     if gather_on_root is not None:
@@ -117,52 +122,103 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Take a state of either format, of torch.optim.AdamW or of FusedAdam; a collective call.
 
     Raises:
-        ValueError: it does not fit the parameters, or its format is unknown. Nothing has changed.
+        ValueError: it does not fit the parameters, or its format is unknown. Nothing has changed,
+            on no rank.
+        RuntimeError: another rank refuses its state, or another optimizer has the parameters.
+    """
+    check_owner(optimizer, "load_state_dict")
+    optimizer.param_sync()
+
+    def check() -> tuple[Any, Callable[[], None]]:
+        if form_of(state_dict) == 1:
+            local = local_states.own_part_of(optimizer, state_dict)
+            return (1, local["state"]["step"]), lambda: local_states.load(optimizer, local)
+        entries = _checked_entries(optimizer, state_dict)
+        step = _count_of(state_dict, [entry for _, entry in entries])
+        return (2, step), lambda: _take(optimizer, state_dict, entries, step)
+
+    load_together(check, optimizer.process_group, optimizer.device, _WHERE)
+
+
+def form_of(state_dict: Any) -> int:
+    """The format of a state, by what it says or holds.
+
+    Raises:
+        ValueError: it is no state.
     """
     if not isinstance(state_dict, Mapping) or "gathered_states" not in state_dict:
-        check_state(state_dict, f"{NAME}.load_state_dict")
+        check_state(state_dict, _WHERE)
     form = state_dict.get("format")
     if form is None:
         is_local = "gathered_states" in state_dict or "buckets" in state_dict.get("state", {})
         form = 1 if is_local else 2
     if form not in (1, 2):
-        raise ValueError(f"{NAME}.load_state_dict: format must be 1 or 2, got {form!r}.")
-    optimizer.param_sync()
-    if form == 1:
-        local_states.load(optimizer, state_dict)
-        return
-    local_states.check_groups(optimizer, state_dict["param_groups"])
-    _check_options(optimizer, state_dict["param_groups"])
-    state = state_dict["state"]
-    indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        raise ValueError(f"{_WHERE}: format must be 1 or 2, got {form!r}.")
+    return form
+
+
+def _checked_entries(
+    optimizer: Any, state_dict: dict[str, Any]
+) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Parameters with their saved values, of those that the state has values of."""
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    check_state(state_dict, _WHERE)
+    local_states.check_groups(optimizer, groups)
+    _check_options(optimizer, groups)
+    indices = [i for group in groups for i in group["params"]]
+    order = state_dict.get("bucket_order", ())
+    strange = sorted(map(repr, {*state, *order} - {*indices, "step"}))
+    if strange or len({*indices}) < len(indices) or len({*order}) < len(order):
+        raise ValueError(
+            f"{_WHERE}: the state holds {strange or 'parameters twice'}, but its groups name the "
+            f"parameters {indices}, each once."
+        )
     pairs = zip(optimizer.parameters(), indices, strict=True)
-    entries = [(param, _checked(param, state[i], i)) for param, i in pairs if i in state]
-    step = _count_of(state_dict, [entry for _, entry in entries])
+    is_ours = "bucket_order" in state_dict
+    return [(param, _checked(param, state[i], i, is_ours)) for param, i in pairs if i in state]
+
+
+def _take(
+    optimizer: Any, state_dict: dict[str, Any], entries: list[tuple[Tensor, Any]], step: int
+) -> None:
     local_states.take_groups(optimizer, state_dict["param_groups"])
     # The same buckets, where there are none yet: sums are then rounded as they would have been.
+    indices = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = dict(zip(indices, optimizer.parameters(), strict=True))
-    optimizer.init_params([params[i] for i in state_dict.get("bucket_order", ()) if i in params])
+    optimizer.init_params([params[i] for i in state_dict.get("bucket_order", ())])
     _fill(optimizer, entries)
     local_states.set_step(optimizer, step)
 
 
-def _checked(param: Tensor, entry: dict[str, Any], index: int) -> dict[str, Any]:
+def _checked(param: Tensor, entry: Any, index: Any, is_ours: bool) -> dict[str, Any]:
     """A parameter's saved values by our keys."""
-    found = {key: entry[key] for key in ("exp_avg", "exp_avg_sq") if key in entry}
+    needed = KEYS if is_ours else ("exp_avg", "exp_avg_sq")
+    if not isinstance(entry, Mapping) or not set(needed) <= entry.keys():
+        got = sorted(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
+        raise ValueError(
+            f"{_WHERE}: state {index!r} must be a dict with {', '.join(needed)}, got {got}. It is "
+            "damaged, or comes from another kind of optimizer."
+        )
+    found = {key: entry[key] for key in ("exp_avg", "exp_avg_sq")}
     for key in _MASTERS:
         if entry.get(key) is not None:
             found["param"] = entry[key]
     for key, value in found.items():
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
             raise ValueError(
-                f"{NAME}.load_state_dict: state {index}[{key!r}] must be a floating-point tensor, "
-                f"got {type(value).__name__ if not isinstance(value, Tensor) else value.dtype}."
+                f"{_WHERE}: state {index}[{key!r}] must be a floating-point tensor, got "
+                f"{type(value).__name__ if not isinstance(value, Tensor) else value.dtype}."
             )
-        if value.shape != param.shape:
+        if value.shape != param.shape or value.layout != torch.strided:
             raise ValueError(
-                f"{NAME}.load_state_dict: state {index}[{key!r}] has shape {list(value.shape)}, "
+                f"{_WHERE}: state {index}[{key!r}] has shape {list(value.shape)}, "
                 f"but the parameter has {list(param.shape)}. The checkpoint is of another model."
             )
+    if bool((found["exp_avg_sq"] < 0).any()):
+        raise ValueError(
+            f"{_WHERE}: state {index}['exp_avg_sq'] has negative numbers, which squares' averages "
+            "cannot be. The checkpoint is damaged; load an older one."
+        )
     return {**found, "step": entry.get("step")}
 
 
@@ -171,13 +227,13 @@ def _check_options(optimizer: Any, groups: list[dict[str, Any]]) -> None:
         given_up = [name for name in _GIVEN_UP if group.get(name)]
         if given_up:
             raise ValueError(
-                f"{NAME}.load_state_dict: the state comes from an optimizer with {given_up[0]}="
+                f"{_WHERE}: the state comes from an optimizer with {given_up[0]}="
                 "True, which this one does not support."
             )
         decoupled = group.get("decoupled_weight_decay", bool(optimizer.adam_w_mode))
         if decoupled != bool(optimizer.adam_w_mode) and group.get("weight_decay"):
             raise ValueError(
-                f"{NAME}.load_state_dict: the state comes from an optimizer with decoupled weight "
+                f"{_WHERE}: the state comes from an optimizer with decoupled weight "
                 f"decay {decoupled}: give {NAME} adam_w_mode={decoupled}."
             )
 
@@ -186,14 +242,13 @@ def _count_of(state_dict: dict[str, Any], entries: list[dict[str, Any]]) -> int:
     """The one count of steps, wherever the state has it."""
     count = state_dict["state"].get("step")
     if count is not None:
-        if int(count) < 0:
-            raise ValueError(f"{NAME}.load_state_dict: step must be >= 0, got {int(count)}.")
-        return int(count)
-    counts = {int(e["step"]) for e in entries if e["step"] is not None}
-    counts |= {int(g["step"]) for g in state_dict["param_groups"] if g.get("step") is not None}
+        return count_of(count, _WHERE)
+    counts = {count_of(e["step"], _WHERE) for e in entries if e["step"] is not None}
+    groups = state_dict["param_groups"]
+    counts |= {count_of(g["step"], _WHERE) for g in groups if g.get("step") is not None}
     if len(counts) > 1:
         raise ValueError(
-            f"{NAME}.load_state_dict: parameters have taken different numbers of steps, "
+            f"{_WHERE}: parameters have taken different numbers of steps, "
             f"{sorted(counts)}; this optimizer counts them for all at once."
         )
     return counts.pop() if counts else 0

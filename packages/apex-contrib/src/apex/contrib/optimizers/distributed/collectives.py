@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -230,19 +230,87 @@ def check_alike(facts: Any, what: str, groups: Groups, device: torch.device, own
     Raises:
         RuntimeError: on every rank, if some rank has another.
     """
-    if groups.size == 1:
-        return
-    digest = hashlib.sha256(repr(facts).encode()).digest()[:7]
-    mine = torch.tensor([int.from_bytes(digest, "little")], device=device)
-    every = mine.new_empty(groups.size)
-    all_gather_single(every, mine, groups.all)
-    numbers = every.tolist()
-    odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
+    odd = odd_ranks(facts, groups.all, device)
     if odd:
         raise RuntimeError(
             f"{owner}: ranks {odd} of process_group differ from rank 0 in {what}. All ranks must "
             "build the same model and give the optimizer the same arguments, in the same order."
         )
+
+
+def odd_ranks(facts: Any, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Ranks of a group whose facts have another ``repr`` than rank 0's; a collective call."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return []
+    digest = hashlib.sha256(repr(facts).encode()).digest()[:7]
+    mine = torch.tensor([int.from_bytes(digest, "little")], device=device)
+    every = mine.new_empty(size)
+    all_gather_single(every, mine, group)
+    numbers = every.tolist()
+    return [rank for rank, number in enumerate(numbers) if number != numbers[0]]
+
+
+def refuse_together(
+    error: Exception | None, group: dist.ProcessGroup, device: torch.device, where: str
+) -> None:
+    """Raise on every rank if some rank has to, so that none waits for it; a collective call.
+
+    Args:
+        error: why this rank refuses; None if it does not.
+        where: which call it is, for the message of the other ranks.
+
+    Raises:
+        Exception: ``error``.
+        RuntimeError: another rank has one.
+    """
+    size, refusing = dist.get_world_size(group), []
+    if size > 1:
+        mine = torch.tensor([error is not None], dtype=torch.uint8, device=device)
+        every = mine.new_empty(size)
+        all_gather_single(every, mine, group)
+        refusing = [rank for rank, flag in enumerate(every.tolist()) if flag]
+    if error is not None:
+        raise error
+    if refusing:
+        raise RuntimeError(
+            f"{where}: ranks {refusing} of process_group refused this call, and say why. Nothing "
+            "has changed on this rank."
+        )
+
+
+def load_together(
+    check: Callable[[], tuple[Any, Callable[[], None]]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    where: str,
+) -> None:
+    """Take a state on all ranks, or on none; a collective call.
+
+    Args:
+        check: without collectives, and changing nothing, looks whether the state fits. It returns
+            what must be alike on all ranks, and what takes the state.
+        where: the name of the call.
+
+    Raises:
+        ValueError: this rank's state cannot be read.
+        RuntimeError: another rank refuses its state, or has one of another step.
+    """
+    error, facts, take = None, None, None
+    try:
+        facts, take = check()
+    except (ValueError, RuntimeError) as refusal:
+        error = refusal
+    except Exception as failure:
+        error = ValueError(f"{where}: the state cannot be read, it is damaged: {failure!r}")
+        error.__cause__ = failure
+    refuse_together(error, group, device, where)
+    if odd := odd_ranks(facts, group, device):
+        raise RuntimeError(
+            f"{where}: the states of ranks {odd} of process_group are of another step or format "
+            "than that of rank 0. Load the same checkpoint on all ranks. Nothing has changed."
+        )
+    take()
 
 
 @contextmanager

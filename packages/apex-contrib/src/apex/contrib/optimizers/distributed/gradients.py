@@ -26,6 +26,7 @@ from .arguments import NAME
 from .buffers import slots_of, zero_rest
 from .collectives import Reduction
 from .layout import GradientBucket, GradientStatus, flat_like
+from .ownership import check_owner
 from .plans import agree, trainable
 
 _PLACE, _DRAWBACKS = attrgetter("bucket_range"), attrgetter("layout", "requires_grad")
@@ -351,6 +352,26 @@ def finish_bucket(optimizer: Any, bucket_id: int) -> None:
     optimizer.reducing.remove(bucket_id)
 
 
+def forget(optimizer: Any) -> None:
+    """Forget all gradients that are in buckets, reduced or not, and the pending scale."""
+    finish_all(optimizer)
+    for bucket_id, buffer in optimizer._grad_buffers.items():
+        if bucket_id in optimizer.grads_buckets:
+            buffer.zero_()
+    optimizer.grads_buckets.clear()
+    optimizer.round = Round()
+    optimizer._grad_scale.fill_(1.0)
+    optimizer.found_inf.zero_()
+    optimizer._dummy_overflow_buf.zero_()
+    optimizer.note_gradients()
+
+
+def is_filled(bucket: GradientBucket) -> bool:
+    """Whether a bucket holds gradients, in whatever state."""
+    is_reduced = bucket.grads_shard is not None or bucket.sync_request is not None
+    return is_reduced or bool(bucket.written or bucket.arrived)
+
+
 def finish_all(optimizer: Any) -> None:
     """Wait for all reductions."""
     while optimizer.reducing:
@@ -359,6 +380,7 @@ def finish_all(optimizer: Any) -> None:
 
 def sync(optimizer: Any) -> None:
     """Have all gradients reduced; a collective call."""
+    check_owner(optimizer, "grad_sync")
     agree(optimizer)
     for param in trainable(optimizer):
         if param.grad is not None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import NAME, check_group
+from .arguments import NAME, check_group, check_state, count_of
+from .collectives import load_together
 from .plans import agree
 
+_WHERE = f"{NAME}.load_state_dict"
 _SHARDS = ("params_shard", "param_remainders_shard", "exp_avg_shard", "exp_avg_sq_shard")
 
 
@@ -37,7 +40,7 @@ def check_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
     saved_sizes = [len(group["params"]) for group in saved]
     if sizes != saved_sizes:
         raise ValueError(
-            f"{NAME}.load_state_dict: the optimizer has groups of {sizes} parameters, but the "
+            f"{_WHERE}: the optimizer has groups of {sizes} parameters, but the "
             f"state has groups of {saved_sizes}."
         )
     for group, loaded in zip(optimizer.param_groups, saved, strict=True):
@@ -123,44 +126,83 @@ def _gather(optimizer: Any, mine: Tensor) -> list[Tensor] | None:
     return [out[: int(each)].cpu() for out, each in zip(outs, sizes, strict=True)]
 
 
-@torch.no_grad()
-def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Take this rank's shares.
+def own_part_of(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """This rank's shares, as far as they can be checked without the other ranks.
 
     Raises:
-        ValueError: they are of other ranks or options. Nothing has changed then.
+        ValueError: they are of other ranks, or cannot be read.
     """
     if "gathered_states" in state_dict:
         every = state_dict["gathered_states"]
         if len(every) != optimizer.groups.size:
             raise ValueError(
-                f"{NAME}.load_state_dict: the state is of {len(every)} ranks, these are "
+                f"{_WHERE}: the state is of {len(every)} ranks, these are "
                 f"{optimizer.groups.size}. Only format 2 loads with another number of ranks."
             )
         stream = io.BytesIO(every[optimizer.groups.rank].cpu().numpy().tobytes())
         state_dict = torch.load(stream, weights_only=True)
+    check_state(state_dict, _WHERE)
     check_groups(optimizer, state_dict["param_groups"])
-    optimizer.init_params()
-    agree(optimizer)
-    state, buckets = state_dict["state"], optimizer.state["buckets"]
-    if state["layout"] != _layout(optimizer):
+    state = state_dict["state"]
+    if not {"step", "layout", "buckets"} <= state.keys():
+        raise ValueError(f"{_WHERE}: 'state' lacks one of step, layout and buckets of format 1.")
+    return {**state_dict, "state": {**state, "step": count_of(state["step"], _WHERE)}}
+
+
+def _check_shares(optimizer: Any, state: dict[str, Any]) -> None:
+    """Raise ValueError unless saved shares are those that this rank's buckets have."""
+    buckets = optimizer.state["buckets"]
+    if state["layout"] != _layout(optimizer) or len(state["buckets"]) != len(buckets):
         raise ValueError(
-            f"{NAME}.load_state_dict: the state's buckets are laid out in another way. Format 1 "
+            f"{_WHERE}: the state's buckets are laid out in another way. Format 1 "
             "loads only with the same ranks, options and order of parameters; call init_params() "
             "before the first step, both when saving and when loading, or use format 2."
         )
     for bucket, saved in zip(buckets, state["buckets"], strict=True):
-        kept = {k for k in _SHARDS if getattr(bucket, k) is not None}
-        if kept != set(saved):
+        kept = {k: v for k in _SHARDS if (v := getattr(bucket, k)) is not None}
+        if kept.keys() != set(saved):
             raise ValueError(
-                f"{NAME}.load_state_dict: the state holds {sorted(saved)}, expected "
+                f"{_WHERE}: the state holds {sorted(saved)}, expected "
                 f"{sorted(kept)}. Format 1 loads only with the same options."
             )
-    for bucket, saved in zip(buckets, state["buckets"], strict=True):
-        for key, value in saved.items():
-            getattr(bucket, key).copy_(value)
-    take_groups(optimizer, state_dict["param_groups"])
-    set_step(optimizer, int(state["step"]))
+        for key, own in kept.items():
+            value = saved[key]
+            if not isinstance(value, Tensor) or (value.shape, value.dtype) != (
+                own.shape,
+                own.dtype,
+            ):
+                raise ValueError(
+                    f"{_WHERE}: {key} must be {own.dtype} of shape {list(own.shape)}, got "
+                    f"{(value.dtype, list(value.shape)) if isinstance(value, Tensor) else value!r}."
+                )
+
+
+@torch.no_grad()
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Take this rank's shares; a collective call.
+
+    Args:
+        state_dict: what :func:`own_part_of` returned.
+
+    Raises:
+        ValueError: they are of other options. Nothing has changed then, on no rank.
+    """
+    optimizer.init_params()
+    agree(optimizer)
+    state = state_dict["state"]
+
+    def take() -> None:
+        for bucket, saved in zip(optimizer.state["buckets"], state["buckets"], strict=True):
+            for key, value in saved.items():
+                getattr(bucket, key).copy_(value)
+        take_groups(optimizer, state_dict["param_groups"])
+        set_step(optimizer, state["step"])
+
+    def check() -> tuple[Any, Callable[[], None]]:
+        _check_shares(optimizer, state)
+        return None, take
+
+    load_together(check, optimizer.process_group, optimizer.device, _WHERE)
     if optimizer.store_params:
         from .held_values import send_parameters
 

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from ...clip_grad.ops import clip_grad_total_norm
 from .arguments import NAME
+from .ownership import check_owner
 from .step import joined
 
 
@@ -48,6 +49,7 @@ def norm(
     optimizer: Any, parameters: Iterable[Tensor] | None, norm_type: float, force: bool
 ) -> Tensor:
     """The 2-norm of gradients as the step will see them; a collective call unless it is known."""
+    check_owner(optimizer, "grad_norm")
     if norm_type != 2:
         raise ValueError(f"{NAME}.grad_norm: norm_type must be 2, got {norm_type}.")
     if parameters is not None:

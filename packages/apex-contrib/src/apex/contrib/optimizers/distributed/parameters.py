@@ -15,15 +15,18 @@ from .collectives import all_gather
 from .gradients import join_stream, on_stream
 from .layout import ParameterFragment, ParameterStatus, flat_view, shaped_view
 from .norms import has_overflow
+from .ownership import check_owner
 from .step import step_bucket
 
 
 def step(optimizer: Any, grad_scaler: Any) -> None:
     """Take a step with whatever gradients there are, unless they are not finite."""
+    check_owner(optimizer, "step")
     for group in optimizer.param_groups:
         check_group(group)
     optimizer.param_sync()
     optimizer.grad_sync()
+    optimizer.is_stepped = True
     if has_overflow(optimizer, grad_scaler):
         return
     optimizer.late.clear()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..._shared.native.writes import keep_from_tracing
-from . import layout
-from .arguments import NAME, check_group
+from . import layout, ownership
+from .arguments import NAME, check_group, device_of
 from .collectives import Groups, broadcast, check_alike
 from .gradients import Round
 from .parameters import watch_module
@@ -41,6 +41,7 @@ def prepare(optimizer: Any, given: dict[str, Any]) -> None:
     _take_groups(optimizer, given)
     _make_state(optimizer)
     take_in(optimizer, optimizer.param_groups)
+    check_free(optimizer)
     optimizer._broadcast_params()
     if optimizer.overlap_param_sync:
         watch_module(optimizer, module)
@@ -48,6 +49,7 @@ def prepare(optimizer: Any, given: dict[str, Any]) -> None:
         optimizer.init_params()
     if optimizer.contiguous_param_buffer:
         optimizer.init_param_buffer()
+    listen(optimizer, optimizer.param_groups)  # nothing can fail any more
 
 
 def _take_groups(optimizer: Any, given: dict[str, Any]) -> None:
@@ -83,24 +85,57 @@ def _make_state(optimizer: Any) -> None:
     optimizer.plan_is_agreed = False
     optimizer.planned = deque()  # of parameters that are about to get buckets
     optimizer.late = set()  # parameters that arrived after their forward
-    optimizer.hooks = {}
+    optimizer._hook_handles = []
+    optimizer._successor = None  # the name of an optimizer that took over its parameters
+    optimizer.is_stepped = False  # whether a step has used the gradients
     optimizer.fragments = {}  # by id of parameter: quicker than state, which hashes tensors
 
 
 def take_in(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Check groups, and hook their parameters; also those that are frozen, for later."""
-    optimizer._positions = layout.positions(optimizer.param_groups)
+    """Check groups, and note where their parameters stand."""
     for group in groups:
         check_group(group)
-        if optimizer.capturable:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=optimizer.device)
         for param in group["params"]:
             layout.memory_order(param)  # raises if it has gaps
-            hook = optimizer._make_post_backward_hook(param, *optimizer.position_of(param))
-            was_trained = param.requires_grad
-            param.requires_grad_(True)  # which hooks need
-            optimizer.hooks[id(param)] = param.register_post_accumulate_grad_hook(hook)
-            param.requires_grad_(was_trained)
+    optimizer._positions = layout.positions(optimizer.param_groups)
+    if optimizer.capturable:
+        for group in groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=optimizer.device)
+
+
+def check_free(optimizer: Any) -> None:
+    """Raise RuntimeError on all ranks where parameters cannot be taken from their owners."""
+    params, group = list(optimizer.parameters()), optimizer.process_group
+    ownership.check_free(optimizer, params, group, optimizer.device)
+
+
+def listen(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Own the parameters of groups, and hook them; also those that are frozen, for later."""
+    params, handles = [param for group in groups for param in group["params"]], []
+    for param in params:
+        hook = optimizer._make_post_backward_hook(param, *optimizer.position_of(param))
+        was_trained = param.requires_grad
+        param.requires_grad_(True)  # which hooks need
+        handles.append(param.register_post_accumulate_grad_hook(hook))
+        param.requires_grad_(was_trained)
+    ownership.claim(optimizer, params, handles)
+
+
+def add_group(optimizer: Any) -> None:
+    """Take in the group that was added last; it is gone again if that fails."""
+    group = optimizer.param_groups[-1:]
+    try:
+        ownership.check_owner(optimizer, "add_param_group")
+        device_of(optimizer.parameters(), optimizer.device)
+        take_in(optimizer, group)
+        check_free(optimizer)
+        optimizer.param_sync()
+        optimizer._broadcast_params()
+    except BaseException:
+        optimizer.param_groups.pop()
+        optimizer._positions = layout.positions(optimizer.param_groups)
+        raise
+    listen(optimizer, group)
 
 
 def broadcast_parameters(optimizer: Any) -> None:

@@ -6,6 +6,7 @@ rank has some pieces.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from . import local_states
-from .arguments import NAME, check_state
+from .arguments import NAME, check_state, count_of
 from .checkpoints import group_starts
+from .collectives import load_together
 from .held_values import KEYS, read, send_parameters, value_dtype, write
+from .ownership import check_owner
 from .plans import agree
+
+_WHERE = f"{NAME}.load_sharded_state_dict"
 
 
 class FlatShards(torch.Tensor):
@@ -94,17 +99,45 @@ def make(optimizer: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def take(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Take what ``torch.distributed.checkpoint.load`` has put into :func:`make`'s dict."""
-    check_state(state_dict, f"{NAME}.load_sharded_state_dict")
-    local_states.check_groups(optimizer, state_dict["param_groups"])
+    """Take what ``torch.distributed.checkpoint.load`` has put into :func:`make`'s dict.
+
+    Raises:
+        ValueError: something is missing, or of another model. Nothing has changed, on no rank.
+    """
+    check_owner(optimizer, "load_sharded_state_dict")
+
+    def check() -> tuple[Any, Callable[[], None]]:
+        check_state(state_dict, _WHERE)
+        local_states.check_groups(optimizer, state_dict["param_groups"])
+        pieces, step = list(_pieces_of(optimizer, state_dict["state"])), state_dict.get("step")
+        step = count_of(step, _WHERE)
+
+        def write_all() -> None:
+            for piece in pieces:
+                write(optimizer, *piece)
+            local_states.take_groups(optimizer, state_dict["param_groups"])
+            local_states.set_step(optimizer, step)
+
+        return step, write_all
+
+    load_together(check, optimizer.process_group, optimizer.device, _WHERE)
+    send_parameters(optimizer)
+
+
+def _pieces_of(optimizer: Any, state: Any) -> Iterator[tuple[Any, Any, str, Tensor]]:
+    """What each fragment of this rank is to hold: its bucket, itself, a key and the values."""
     starts = group_starts(optimizer)
     for bucket in optimizer.state["buckets"]:
         for fragment in bucket.local_fragments():
-            index = starts[fragment.param_group_id] + fragment.param_id
-            entry = state_dict["state"][str(index)]
+            index = str(starts[fragment.param_group_id] + fragment.param_id)
+            begin, end = fragment.shard_param_range
             for key in KEYS:
-                piece = entry[key].pieces[fragment.shard_param_range[0]]
-                write(optimizer, bucket, fragment, key, piece)
-    local_states.take_groups(optimizer, state_dict["param_groups"])
-    local_states.set_step(optimizer, int(state_dict["step"]))
-    send_parameters(optimizer)
+                shards = state.get(index, {}).get(key)
+                piece = getattr(shards, "pieces", {}).get(begin)
+                if piece is None or piece.shape != (end - begin,):
+                    raise ValueError(
+                        f"{_WHERE}: state {index!r} has no {key} of elements {begin} to {end}. "
+                        "Call sharded_state_dict() after all groups have been added, and have "
+                        "torch.distributed.checkpoint.load fill what it returns."
+                    )
+                yield bucket, fragment, key, piece

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..distributed.arguments import count_of
 
 NAME = "DistributedFusedLAMB"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -82,6 +84,38 @@ def check_alike(params: Sequence[Tensor], options: dict[str, Any]) -> None:
             f"{NAME}: the parameters or options of some ranks differ from those of others. All "
             "ranks must build the same model and give the same arguments, in the same order."
         )
+
+
+def checked_step(state_dict: Any, own: int) -> int:
+    """The count of steps of a state, which is looked at as a whole.
+
+    Args:
+        own: elements of this rank's part.
+
+    Raises:
+        ValueError: it is not a state of this rank with this model and these options.
+    """
+    where = f"{NAME}.load_state_dict"
+    if not isinstance(state_dict, Mapping) or "step" not in state_dict:
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+        raise ValueError(
+            f"{where}: the state must be a dict with step, fp32_p, fp32_m and fp32_v, as "
+            f"state_dict() returns, got {got!r}."
+        )
+    for name in ("fp32_p", "fp32_m", "fp32_v"):
+        part = state_dict.get(name)
+        if not isinstance(part, Tensor) or part.shape != (own,) or part.dtype != torch.float32:
+            got = (part.dtype, list(part.shape)) if isinstance(part, Tensor) else part
+            raise ValueError(
+                f"{where}: {name} must have {own} elements of float32, as this rank's part has "
+                f"with this model and these options, got {'nothing' if got is None else got}."
+            )
+    if bool((state_dict["fp32_v"] < 0).any()):
+        raise ValueError(
+            f"{where}: fp32_v has negative numbers, which squares' averages cannot be. The "
+            "checkpoint is damaged; load an older one."
+        )
+    return count_of(state_dict["step"], where)
 
 
 def ordered(params: Sequence[Tensor], param_order: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -79,8 +80,19 @@ class GradientBuffer:
         return blocks.stop - 1 if blocks else -1
 
     def hook(self, arrived: Callable[[int], None]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Call ``arrived(index)`` whenever a backward pass has completed a gradient."""
+        """Call ``arrived(index)`` whenever a backward pass has completed a gradient.
+
+        Args:
+            arrived: a method. Parameters do not keep its object alive.
+        """
+        method = weakref.WeakMethod(arrived)
+
+        def call(index: int) -> None:
+            own = method()
+            if own is not None:
+                own(index)
+
         return [
-            param.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
+            param.register_post_accumulate_grad_hook(lambda _, index=index: call(index))
             for index, param in enumerate(self._params)
         ]

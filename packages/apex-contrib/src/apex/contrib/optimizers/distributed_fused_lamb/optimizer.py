@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..._shared.native.writes import keep_from_tracing
 from ...clip_grad.ops import clip_grad_total_norm
+from ..distributed import ownership
+from ..distributed.collectives import load_together
 from .arguments import (
     NAME,
     buffer_dtype,
@@ -18,6 +21,7 @@ from .arguments import (
     check_group,
     check_options,
     check_process_group,
+    checked_step,
     device_of,
     ordered,
 )
@@ -170,6 +174,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         device = device_of(self._own_params)
         compared = {k: v for k, v in given.items() if k not in ("lr", "param_order", "verbose")}
         check_alike(self._own_params, compared)
+        self._successor: str | None = None  # an optimizer that took over parameters
+        self._hook_handles: list[Any] = []
+        ownership.check_free(self, self._own_params, dist.group.WORLD, device)
         counts = (dwu_num_rs_pg, dwu_num_ar_pg, dwu_num_ag_pg)
         self._groups = NodeGroups(device, dwu_group_size, counts, full_ar, nccl_allgather_channels)
         self._given_lr: tuple[Tensor, int | None] | None = None
@@ -200,8 +207,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             given["full_ar"],
             given["fuse_scale"],
         )
-        if given["overlap_reductions"] and given["clip_after_ar"]:
-            self._gradients.hook(self._arrived)
+        overlaps = given["overlap_reductions"] and given["clip_after_ar"]
+        handles = self._gradients.hook(self._arrived) if overlaps else []
+        ownership.claim(self, params, handles)
         if given["verbose"] and groups.rank == 0:
             print(
                 f"{NAME}: {sum(numels)} elements of {len(params)} parameters in {layout.total} "
@@ -328,6 +336,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     @torch.no_grad()
     def complete_reductions(self) -> None:
         """Reduce what has not been reduced, and wait for it; :meth:`step` does it by itself."""
+        ownership.check_owner(self, "complete_reductions")
         if self._is_reduced:
             return
         self._gradients.add_missing()
@@ -378,6 +387,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         Raises:
             RuntimeError: ``grad_scaler.unscale_`` was called; ``max_grad_norm`` clips instead.
         """
+        ownership.check_owner(self, "step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -428,17 +438,27 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     @torch.no_grad()
     def gather_params(self) -> None:
         """Gather the new parameters of a step with ``skip_allgather``; all ranks call it."""
+        ownership.check_owner(self, "gather_params")
         self._init_state()
         self._new_params.gather()
         self._new_params.write()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, those that were reduced included."""
+        ownership.check_owner(self, "zero_grad")
         super().zero_grad(set_to_none)
+        self._finish_under_way()
+
+    def _finish_under_way(self) -> None:
+        """Wait for blocks that backward passes have started, and forget what they give."""
         if self._has_begun and not self._is_reduced:  # some ranks may have started blocks
             for _ in self._reductions.finish():
                 pass
         self._forget()
+
+    def _holds_gradients(self) -> bool:
+        """Gradients are in the parameters, too, where another optimizer finds them."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: ``step``, and its parts ``fp32_p``, ``fp32_m`` and ``fp32_v``.
@@ -460,17 +480,21 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
 
         Raises:
             ValueError: parts are missing or have other sizes; nothing is changed then.
+            RuntimeError: another rank refuses its part, or has that of another step; nothing is
+                changed then, either.
         """
-        for name in ("fp32_p", "fp32_m", "fp32_v"):
-            part = state_dict.get(name)
-            if part is None or part.shape != (self._layout.own,):
-                got = "nothing" if part is None else list(part.shape)
-                raise ValueError(
-                    f"{NAME}.load_state_dict: {name} must have {self._layout.own} elements, as "
-                    f"this rank's part has with this model and these options, got {got}."
-                )
+        ownership.check_owner(self, "load_state_dict")
+
+        def check() -> tuple[int, Callable[[], None]]:
+            step = checked_step(state_dict, self._layout.own)
+            return step, lambda: self._take(state_dict, step)
+
+        where = f"{NAME}.load_state_dict"
+        load_together(check, dist.group.WORLD, self._steps.device, where)
+
+    def _take(self, state_dict: dict[str, Any], step: int) -> None:
         self._init_state()
         self._resume_from_checkpoint = True
-        self._steps.copy_(torch.as_tensor(state_dict["step"]).reshape(1))
+        self._steps.fill_(step)
         for own, name in ((self._shards.p, "p"), (self._shards.m, "m"), (self._shards.v, "v")):
             own.copy_(state_dict[f"fp32_{name}"])

@@ -1,0 +1,78 @@
+"""Which sharded optimizer a parameter belongs to: the newest one that was built over it.
+
+Such an optimizer takes gradients away and overwrites parameters from masters of its own, so two of
+them cannot share a parameter. An older one may well be alive when the next is built, because a
+scheduler holds it. It loses its hooks then, and says so when it is used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .collectives import refuse_together
+
+_OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to its optimizer
+
+
+def former_owners(optimizer: Any, params: Iterable[Tensor]) -> list[Any]:
+    """Other optimizers, still alive, that parameters belong to; each once."""
+    refs = (_OWNERS.get(param) for param in params)
+    found = {id(owner): owner for ref in refs if ref is not None and (owner := ref()) is not None}
+    found.pop(id(optimizer), None)
+    return list(found.values())
+
+
+def check_free(
+    optimizer: Any, params: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Have former owners finish what is under way, before parameters change; a collective call.
+
+    Raises:
+        RuntimeError: on every rank, if a former owner holds gradients that no step has used.
+    """
+    formers, error = former_owners(optimizer, params), None
+    holding = [former for former in formers if former._holds_gradients()]
+    if holding:
+        error = RuntimeError(
+            f"{type(optimizer).__name__}: params belong to a {type(holding[0]).__name__} that "
+            "holds gradients which no step has used. They would be lost: call its step() or its "
+            "zero_grad() before you build another optimizer over its parameters."
+        )
+    refuse_together(error, group, device, type(optimizer).__name__)
+    for former in formers:
+        former._finish_under_way()
+
+
+def claim(optimizer: Any, params: Sequence[Tensor], handles: Iterable[Any]) -> None:
+    """Make an optimizer the owner of parameters; former owners lose all of theirs.
+
+    Args:
+        handles: of the hooks that the parameters call for the owner.
+    """
+    for former in former_owners(optimizer, params):
+        former._successor = type(optimizer).__name__
+        for handle in former._hook_handles:
+            handle.remove()
+    owner = weakref.ref(optimizer)
+    optimizer._hook_handles.extend(handles)
+    for param in params:
+        _OWNERS[param] = owner
+
+
+def check_owner(optimizer: Any, call: str) -> None:
+    """Raise RuntimeError if another optimizer has taken over parameters of this one."""
+    if optimizer._successor is not None:
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name}.{call}: parameters of this optimizer belong to a newer "
+            f"{optimizer._successor}, which was built over them: it takes their gradients, and "
+            "steps masters of its own. Use that one; a parameter can have one such optimizer only. "
+            "state_dict() of this one still works."
+        )
