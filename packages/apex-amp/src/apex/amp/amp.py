@@ -13,6 +13,7 @@ import torch
 from ._amp_state import _amp_state
 from .casting.casts import applier
 from .casting.cpu_float16 import float16_through_float32
+from .casting.forward import scriptable_forwards
 from .casting.functions import cast_functions, replaced
 from .casting.list_changes import WIDEST, Registry, list_changes
 from .casting.rules import cast_rules
@@ -149,6 +150,7 @@ def init(
     if patch_type is torch.float16 and "cpu" in handle._casting.device_types:
         route_cpu_float16(handle)
     handle._undo.enter_context(cast_rules(handle._casting.device_types, allow_banned))
+    handle._undo.enter_context(scriptable_forwards())
     handle._activate()
     return handle
 

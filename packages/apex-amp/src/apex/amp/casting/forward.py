@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from .._amp_state import _amp_state
 from .casts import applier, to_type
+from .functions import replaced
 
 
 class AmpForward:
@@ -53,6 +55,29 @@ class AmpForward:
     def __code__(self) -> Any:
         return self._forward.__code__  # torch.export looks for the place of the definition
 
+    @property
+    def __globals__(self) -> Any:
+        """What ``torch.jit.script`` asks a function for first: it cannot compile this object."""
+        self.check_has_no_casts()
+        raise RuntimeError(
+            f"torch.jit.script: amp has switched off the casts of {type(self._module).__name__}. "
+            "Script the model while they are on, or delete its attribute `forward`, which amp has "
+            "set, to script it without them."
+        )
+
+    def check_has_no_casts(self) -> None:
+        """Raise ``RuntimeError`` if inputs or outputs are cast, which a script would not do."""
+        casts = {"inputs": self.input_dtype, "outputs": self.output_dtype}
+        said = " and ".join(f"{what} to {dtype}" for what, dtype in casts.items() if dtype)
+        if said:
+            raise RuntimeError(
+                f"torch.jit.script: amp.initialize made {type(self._module).__name__} cast its "
+                f"{said}, in Python that TorchScript does not compile. Record the casts with "
+                "torch.jit.trace(model, example_inputs); or script a model that amp has not "
+                "initialized, and load the state_dict of this one, which is float32; or use O1 or "
+                "O4 without cast_model_outputs."
+            )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.input_dtype is not None:
             cast = functools.partial(to_type, self.input_dtype)
@@ -71,6 +96,27 @@ class AmpForward:
         del replica.__dict__["forward"], replica.__dict__["_replicate_for_data_parallel"]
         AmpForward(replica, self.input_dtype, self.output_dtype, self.casts).install()
         return replica
+
+
+@contextlib.contextmanager
+def scriptable_forwards() -> Iterator[None]:
+    """Let ``torch.jit.script`` compile the model's own forward within the context.
+
+    Autocast is in force there as in all code of this thread, so O1 and O4 keep their casts.
+    """
+
+    def of_own_forward(make_stub: Callable) -> Callable:
+        @functools.wraps(make_stub)
+        def wrapper(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(function, AmpForward):
+                function.check_has_no_casts()
+                function = function.__wrapped__
+            return make_stub(function, *args, **kwargs)
+
+        return wrapper
+
+    with replaced(torch.jit._recursive, "make_stub", of_own_forward):
+        yield
 
 
 def _casts_of_model_call() -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._amp_state import _amp_state
-from ..masters.checks import is_optimizer
+from ..masters.checks import inner_optimizer, is_optimizer
 from ..scaler import LossScaler
 
 
@@ -22,6 +22,7 @@ def optimizer_list(optimizers: Any) -> list[Any]:
             raise TypeError(
                 "amp.scale_loss: optimizers must be a torch.optim.Optimizer, an "
                 f"apex.parallel.LARC, or a list of them; got {type(optimizer).__name__} at {i}."
+                f"{inner_optimizer(optimizer)}"
             )
     return list({id(item): item for item in items}.values())  # each once
 

@@ -36,6 +36,14 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, (torch.optim.Optimizer, *_imported([("apex.parallel.LARC", "LARC")])))
 
 
+def inner_optimizer(value: Any) -> str:
+    """What to say of an object that holds an optimizer, such as Lightning's or Accelerate's."""
+    for name in ("optimizer", "optim", "_optimizer"):
+        if is_optimizer(getattr(value, name, None)):
+            return f" It wraps a {type(getattr(value, name)).__name__}: pass its `.{name}`."
+    return ""
+
+
 def check_models(models: Sequence[torch.nn.Module]) -> None:
     """Raise ``RuntimeError`` if a model is wrapped for data parallelism already."""
     wrappers = _imported(_WRAPPERS)
@@ -64,9 +72,19 @@ def check_params_fp32(models: Sequence[torch.nn.Module]) -> None:
             if is_wrong:
                 warn_or_err(
                     f"amp.initialize: {kind} {name} of {type(model).__name__} is {tensor.dtype}; "
-                    "expected torch.float32. Leave casts to amp: remove calls of .half() or "
-                    ".bfloat16() on the model."
+                    f"expected torch.float32. {_advice(tensor.dtype)}"
                 )
+
+
+def _advice(dtype: torch.dtype) -> str:
+    if dtype in HALVES:
+        return "Leave casts to amp: remove calls of .half() or .bfloat16() on the model."
+    if dtype is torch.float64:
+        return (
+            "amp has no level for float64: call model.float() first, and make the optimizer after "
+            "it; or train this model without amp."
+        )
+    return f"amp has no level for {dtype}: call model.float() first, or keep it out of models."
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -92,7 +110,7 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
         if not is_optimizer(optimizer):
             raise TypeError(
                 f"amp.initialize: optimizers[{i}] must be a torch.optim.Optimizer or an "
-                f"apex.parallel.LARC, got {type(optimizer).__name__}."
+                f"apex.parallel.LARC, got {type(optimizer).__name__}.{inner_optimizer(optimizer)}"
             )
         if hasattr(optimizer, "_amp_stash"):
             raise RuntimeError(
