@@ -411,6 +411,14 @@ def emulate(session):
     session.run("python", "ci/emulate.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
 
 
+@nox.session
+def sanitize(session):
+    """Call all operators at random under AddressSanitizer and UBSan (-- CALLS; by hand, 20 min)."""
+    editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
+    install(session, f"torch=={TORCH}", "ninja", "filelock", *editable)
+    session.run("python", "ci/sanitize.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
+
+
 @nox.session(requires=["build"])
 def demo(session):
     """Train on real images at opt levels O0, O1, O2 and O5; print a table, draw a plot."""

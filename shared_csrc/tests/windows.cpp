@@ -145,7 +145,9 @@ void test_large_runs() {
 template <class S>
 struct ShareOfTerms {
   using value_type = compute_t<S>;
+#if !defined(WITHOUT_TERMS)  // else it must not compile
   static constexpr bool kKeepsTerms = true;
+#endif
   const S* x;
   S *y, *sums, *twice;
   int64_t begin, end;

@@ -50,23 +50,32 @@ class Call:
     spoils: list[str] = field(default_factory=list)
 
 
-def run_random_calls(makers: Sequence[Callable[[random.Random], Call]], seed: int) -> Counter:
-    """Make ``CALLS`` calls and check each; return how many did what.
+def run_random_calls(
+    makers: Sequence[Callable[[random.Random], Call]],
+    seed: int,
+    calls: int = CALLS,
+    wild: bool = False,
+) -> Counter:
+    """Make calls and check each; return how many did what.
 
     Args:
         makers: each makes a valid call.
+        calls: how many.
+        wild: spoil integers, and tensors of them, with the largest and smallest ones too.
     """
     __tracebackhide__ = True
     counts: Counter = Counter()
-    for number in range(CALLS):
+    for number in range(calls):
         rng = random.Random(f"{seed} {number}")
         torch.manual_seed(rng.randrange(2**31))
         maker = rng.choice(makers)
         call = maker(rng)
         for _ in range(rng.choice((0, 1, 1, 1, 2))):
-            call.spoils.append(spoil(rng, call.args))
+            call.spoils.append(spoil(rng, call.args, wild))
         try:
-            counts[check_call(call)] += 1
+            done = check_call(call)
+            counts[done] += 1
+            counts[done, maker.__name__] += 1
         except AssertionError as error:
             shown = {k: _shown(v) for k, v in call.args.items()}
             raise AssertionError(

@@ -13,8 +13,18 @@ from torch import Tensor
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
-def spoil(rng: random.Random, args: dict[str, Any]) -> str:
-    """Change one argument in place; return what was done, for messages."""
+# Products of these with other sizes wrap around 2**64.
+_WILD = (-(2**63), -(2**62), -2, -1, 0, 2**31, 2**61 + 1, 2**62, 2**63 - 1)
+
+
+def spoil(rng: random.Random, args: dict[str, Any], wild: bool = False) -> str:
+    """Change one argument in place; return what was done, for messages.
+
+    Args:
+        rng: decides which one, and how.
+        args: the arguments by name.
+        wild: whether integers may become as large and as small as there are.
+    """
     name = rng.choice(list(args))
     value = args[name]
     if isinstance(value, bool):
@@ -22,6 +32,8 @@ def spoil(rng: random.Random, args: dict[str, Any]) -> str:
         return f"{name} negated"
     if isinstance(value, (int, float)):
         choices = [-1, 0, 2, 1e3, math.nan, math.inf] if isinstance(value, float) else [-1, 0, 3]
+        if wild and isinstance(value, int):
+            choices += _WILD
         args[name] = type(value)(rng.choice(choices))
         return f"{name}={args[name]}"
     tensors = [t for t in _flat([value]) if isinstance(t, Tensor)]
@@ -29,6 +41,9 @@ def spoil(rng: random.Random, args: dict[str, Any]) -> str:
     if is_spoiled or not all(map(is_readable, tensors)):
         return f"{name}: as it was"  # spoiled already
     others = [v for k, v in args.items() if k != name]
+    if wild and isinstance(value, Tensor) and value.dtype == torch.int64 and rng.random() < 0.5:
+        args[name] = _some_wild(rng, value)
+        return f"{name}: wild"
     if isinstance(value, Tensor):
         how = rng.choice(list(_TENSOR))
         args[name] = _TENSOR[how](rng, value, others)
@@ -59,6 +74,11 @@ def is_readable(tensor: Tensor) -> bool:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return tensor.numel() == 0 or end <= tensor.untyped_storage().nbytes()
+
+
+def _some_wild(rng: random.Random, tensor: Tensor) -> Tensor:
+    chosen = torch.tensor([rng.choice(_WILD) for _ in range(tensor.numel())], dtype=torch.int64)
+    return torch.where(torch.rand(tensor.shape) < 0.5, chosen.view(tensor.shape), tensor)
 
 
 def _flat(values: list) -> list:

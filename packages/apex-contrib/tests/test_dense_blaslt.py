@@ -190,13 +190,13 @@ def test_operators_check_what_they_are_given(device):
     y, gelu_in = torch.empty_like(dy), torch.empty_like(dy)
     forward = dense_blaslt.dense_gelu_blaslt
     for given, text in [
-        ((x, weight[:, :4].contiguous(), bias, y, gelu_in), r"right must have shape \[16, 8\]"),
+        ((x, weight[:, :4].contiguous(), bias, y, gelu_in), r"weight must have shape \[16, 8\]"),
         ((x, weight, bias[:8], y, gelu_in), "bias must be contiguous, with 16"),
-        ((x, weight, bias, y[:, ::2], gelu_in), "result must have shape"),
+        ((x, weight, bias, y[:, ::2], gelu_in), "y must have shape"),
         ((x, weight, bias, y, gelu_in[:4]), r"gelu_in must have shape \[5, 16\]"),
         ((x[0], weight, bias, y, gelu_in), "contiguous matrices"),
         ((x.double(), weight.double(), bias, y, gelu_in), "must be float32, float16 or bfloat16"),
-        ((x[:0], weight, bias, y[:0], gelu_in[:0]), "expected factors with elements"),
+        ((x[:0], weight, bias, y[:0], gelu_in[:0]), "x and weight must have elements"),
     ]:
         with pytest.raises(RuntimeError, match=text):
             forward(*given)

@@ -147,6 +147,13 @@ def test_ops_refuse_what_would_be_unsafe(device):
         "dy must be": lambda: ops.sums(x[:1], x, None, v),
         "y must be": lambda: ops.sums(x, x, x[:1], v),
         "count must be": lambda: ops.backward(x, x, v, v, v, v, v, count.int()),
+        "dy must be contiguous, with 18 elements of float32 in shape": lambda: ops.sums(
+            x.view(3, 6), x, None, v
+        ),
+        r"count\[0\] must not be negative, got -1": lambda: ops.merge(
+            v[None], v[None], -count, 1e-5
+        ),
+        r"backward: count\[0\] must not be": lambda: ops.backward(x, x, v, v, v, v, v, -count),
         "biased_var must be": lambda: ops.merge(v[None], v[:1], count, 1e-5),
         "mean must be float32 or float64": lambda: ops.merge(v[None].half(), v[None], count, 1e-5),
     }.items():

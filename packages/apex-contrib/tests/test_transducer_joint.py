@@ -345,6 +345,12 @@ def test_kernels_check_what_python_did_not():
         (raw(X, Y, N, N, X > 0), "keep must be contiguous, with 48 elements of bool"),
         (raw(X, Y, N, N, None, N[:1], 5), "batch_offset must be contiguous, with 2 elements"),
         (raw(X, Y, N, N, None, N, -1), "packed_batch must not be negative, got -1"),
+        (
+            raw(X, Y, N, N, None, N, 2**62),
+            "result would have more than 2.63 elements.*packed_batch",
+        ),
+        (raw(X, Y, N, N, None, N, 2**61 + 1), "result would have more than 2.63 elements"),
+        (raw(X, Y, N, N, None, N, 2**63 - 1), "result would have more than 2.63 elements"),
         (raw(X.long(), Y.long(), N, N), "got int64"),
     ]:
         with pytest.raises(RuntimeError, match=text):
@@ -352,3 +358,25 @@ def test_kernels_check_what_python_did_not():
     h = ops.transducer_joint_forward(*raw(X, Y, N, N))
     with pytest.raises(RuntimeError, match="dh must be contiguous, with 48 elements"):
         ops.transducer_joint_backward(h[:1], h, *raw(X, Y, N, N))
+    with pytest.raises(RuntimeError, match="dh must be .* elements of float32 in shape"):
+        ops.transducer_joint_backward(h.view(-1, 4), h, *raw(X, Y, N, N))
+
+
+def test_sizes_beside_zero_do_not_overflow():
+    """Once B * T * U of an operator's arguments wrapped around 2**64."""
+    none, one = torch.zeros(1, 2**62, 0), torch.ones(1, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="result would have more than 2.63 elements"):
+        ops.transducer_joint_forward(*raw(none, none, one, one))
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_nothing_is_scaled_without_a_mask(relu):
+    """``scale`` belongs to dropout, also in the backward."""
+    lengths = torch.full_like(N, X.shape[1]), torch.full_like(N, Y.shape[1])
+    given = (X, Y, *lengths, None, None, 0, relu)
+    h = ops.transducer_joint_forward(*given, 2.0)
+    dh = torch.ones_like(h)
+    assert torch.equal(h, ops.transducer_joint_forward(*given, 1.0))
+    actual = ops.transducer_joint_backward(dh, h, *given, 2.0)
+    for grad, expected in zip(actual, ops.transducer_joint_backward(dh, h, *given, 1.0)):
+        assert torch.equal(grad, expected)

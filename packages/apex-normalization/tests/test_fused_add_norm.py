@@ -279,7 +279,7 @@ def test_kernels_check_what_python_did_not():
         ((X, X, W, None, 0, EPS), "columns must be positive"),
         ((X, X, W, None, 5, EPS), "no multiple of columns = 5"),
         ((X.t(), X, W, None, 6, EPS), "x must be contiguous"),
-        ((X, X[:3], W, None, 6, EPS), "residual or sum must be contiguous, with 24"),
+        ((X, X[:3], W, None, 6, EPS), "residual must be contiguous, with 24"),
         ((X, X, W[:5], None, 6, EPS), "weight must be contiguous, with 6"),
         ((X, X, W, W.half(), 6, EPS), "bias must be"),
         ((X, X.double(), W, None, 6, EPS), "no kernel for x in float32 with a sum in float64"),

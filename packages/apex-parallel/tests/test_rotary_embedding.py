@@ -228,6 +228,35 @@ def test_sequences_behind_each_other(lengths, integer, device):
         torch.testing.assert_close(actual, *torch.autograd.grad(plain, t, dy))
 
 
+@pytest.mark.parametrize("starts", [[0, 4, 8], [0, 5, 4, 9], [1, 9], [0, 10], [-1, 9], [0]])
+def test_sequences_that_do_not_cover_the_tokens(starts, device):
+    t, freqs = torch.randn(9, 1, 4, device=device), torch.randn(12, 1, 1, 4, device=device)
+    if device.type != "cpu":
+        pytest.skip("a GPU would have to be waited for")
+    with pytest.raises(ValueError, match=r"thd: cu_seqlens must rise from 0 to 9, the tokens of t"):
+        fused_apply_rotary_pos_emb_thd(t, torch.tensor(starts), freqs)
+
+
+def test_positions_are_not_read_behind_their_storage():
+    """Once what lay behind it was read."""
+    x, cos, sin, _ = heads_at(torch.float32, "cpu")
+    positions = torch.arange(5).repeat(2)[5:]
+    positions.untyped_storage().resize_(5 * 8)
+    for op in (ops.rotary_embedding_forward, ops.rotary_embedding_backward):
+        with pytest.raises(RuntimeError, match="positions is .* its data is not allocated"):
+            op(x, cos, sin, positions, True)
+
+
+def test_errors_name_the_arguments_of_the_operator():
+    x, cos, sin, _ = heads_at(torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match=r"rotary_embedding_backward: dy must be \[batch"):
+        ops.rotary_embedding_backward(x[0], cos, sin, None, True)
+    image = [torch.zeros(5, x.shape[3] // 2) for _ in range(4)]
+    image[3] = image[3].half()
+    with pytest.raises(RuntimeError, match="2d_forward: sin_w must be contiguous"):
+        ops.rotary_embedding_2d_forward(x, *image, 2)
+
+
 def test_sequences_longer_than_the_tables(device):
     t, freqs = torch.randn(5, 1, 4, device=device), torch.randn(3, 1, 1, 4, device=device)
     starts = torch.tensor([0, 1, 5], device=device)

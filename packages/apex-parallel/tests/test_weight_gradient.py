@@ -106,7 +106,7 @@ def test_library_checks(device):
     x, dy, dw = (torch.ones(*s, device=device).bfloat16() for s in ((5, 8), (5, 16), (16, 8)))
     with pytest.raises(RuntimeError, match="main_grad must be float32"):
         add_weight_gradient_blaslt(x, dy, dw)
-    with pytest.raises(RuntimeError, match=r"result must have shape \[16, 8\]"):
+    with pytest.raises(RuntimeError, match=r"main_grad must have shape \[16, 8\]"):
         add_weight_gradient_blaslt(x, dy, dw.t().float())
     checks = ("test_schema", "test_faketensor")  # compiled code never calls it
     torch.library.opcheck(add_weight_gradient_blaslt, (x, dy, dw.float()), test_utils=checks)

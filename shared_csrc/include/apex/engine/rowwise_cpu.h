@@ -30,7 +30,11 @@ APEX_HD int64_t sums_stride(int64_t columns) { return (columns + kPack - 1) / kP
 template <class T, int kCount>
 class SeveralRows;
 
-template <class T>
+// Whether the program's rows keep terms for with_terms().
+template <class Program>
+inline constexpr bool kHasTerms = requires { requires Program::kKeepsTerms; };
+
+template <class T, bool kTerms = false>
 class Row {
   template <class, int>
   friend class SeveralRows;
@@ -148,6 +152,9 @@ class Row {
   // program must say kKeepsTerms = true for that: an exp takes longer than a store.
   template <class F, class Use, class... Views>
   void with_terms(const F& term, const Use& use, const Views&... views) const {
+    static_assert(kTerms,
+                  "with_terms() needs `static constexpr bool kKeepsTerms = true;` in the "
+                  "program: without it there is no memory for the terms");
     T* kept = terms_;
     const T total =
         sum([&](T& of_column, const auto&... values) { return of_column = term(values...); },

@@ -163,9 +163,9 @@ APEX_HD void by_rows_at_once(int64_t rows, int64_t columns, T* sums, int64_t beg
       begin = whole;
     }
   }
-  Row<T> row(rows, columns, sums);
+  Row<T, kHasTerms<Program>> row(rows, columns, sums);
   [[maybe_unused]] std::unique_ptr<T[], DeleteSums> terms;
-  if constexpr (requires { Program::kKeepsTerms; }) {
+  if constexpr (kHasTerms<Program>) {
     terms = zero_sums<T>(sums_stride(columns));
     row.set_terms(terms.get());
   }

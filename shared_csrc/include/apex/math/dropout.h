@@ -20,8 +20,9 @@ struct Corner {
   APEX_HD uint64_t offset(int64_t row, int64_t own_columns) const {
     if (rows == 0) return 0;
     int64_t rest;
-    const int64_t matrix = first + divide(row, own_rows, rest);
-    return first_number(matrix * rows + rest, columns) - first_number(row, own_columns);
+    const uint64_t matrix = static_cast<uint64_t>(first) + divide(row, own_rows, rest);
+    const uint64_t of_corner = matrix * static_cast<uint64_t>(rows) + rest;
+    return first_number(of_corner, columns) - first_number(row, own_columns);
   }
 };
 

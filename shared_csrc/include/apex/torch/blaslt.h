@@ -101,8 +101,9 @@ class BlasLt {
   std::map<Key, Algorithm> algorithms_;
 };
 
-// A contiguous matrix, and whether a product takes it transposed.
+// A contiguous matrix by its argument's name, and whether a product takes it transposed.
 struct Factor {
+  const char* name;
   const Tensor& matrix;
   bool is_transposed = false;
 };
@@ -120,44 +121,46 @@ inline Type type_of(const char* op, const char* name, const Tensor& tensor) {
   }
 }
 
-inline void check_matrix(const char* op, const char* name, const Tensor& tensor, int64_t rows,
-                         int64_t columns, ScalarType dtype, const Tensor& like) {
-  check(tensor.dim() == 2, op, ": ", name, " must be a matrix, got ", describe(tensor), ".");
-  check(tensor.size(0) == rows && tensor.size(1) == columns, op, ": ", name, " must have shape [",
-        rows, ", ", columns, "], got ", describe(tensor), ".");
-  check_like(op, name, tensor, rows * columns, dtype, like);
+inline void check_matrix(const char* op, const NamedTensor& given, int64_t rows, int64_t columns,
+                         ScalarType dtype, const NamedTensor& like) {
+  const Tensor& tensor = *given.tensor;
+  check(tensor.dim() == 2, op, ": ", given.name, " must be a matrix, got ", describe(tensor), ".");
+  check(tensor.size(0) == rows && tensor.size(1) == columns, op, ": ", given.name,
+        " must have shape [", rows, ", ", columns, "], got ", describe(tensor), ".");
+  check_like(op, given, product({rows, columns}), dtype, like);
 }
 
 // result = left @ right, all of them stored by rows. Column-major this is the product of the
 // transposes in the other order: `right` is the library's a, and what runs along its columns (bias,
 // aux) runs along the rows here.
-inline Product product_of(const char* op, Factor left, Factor right, const Tensor& result,
+inline Product product_of(const char* op, Factor left, Factor right, const NamedTensor& written,
                           Epilogue epilogue, float beta = 0) {
-  const Tensor& like = left.matrix;
-  check_tensors(op, {{"left", left.matrix}, {"right", right.matrix}, {"result", result}});
-  check(like.dim() == 2 && right.matrix.dim() == 2 && like.is_contiguous(), op,
-        ": factors must be contiguous matrices, got ", describe(like), " and ",
+  const Tensor &like = left.matrix, &result = *written.tensor;
+  const NamedTensor first{left.name, like};
+  check_tensors(op, {first, {right.name, right.matrix}, written});
+  check(like.dim() == 2 && right.matrix.dim() == 2 && like.is_contiguous(), op, ": ", left.name,
+        " and ", right.name, " must be contiguous matrices, got ", describe(like), " and ",
         describe(right.matrix), ".");
   int64_t rows = like.size(left.is_transposed ? 1 : 0);
   int64_t inner = like.size(left.is_transposed ? 0 : 1);
   int64_t columns = right.matrix.size(right.is_transposed ? 0 : 1);
-  check_matrix(op, "right", right.matrix, right.is_transposed ? columns : inner,
-               right.is_transposed ? inner : columns, like.scalar_type(), like);
-  check_matrix(op, "result", result, rows, columns, result.scalar_type(), like);
-  check(rows > 0 && columns > 0 && inner > 0, op, ": expected factors with elements, got ",
-        describe(like), " and ", describe(right.matrix), ".");
+  check_matrix(op, {right.name, right.matrix}, right.is_transposed ? columns : inner,
+               right.is_transposed ? inner : columns, like.scalar_type(), first);
+  check_matrix(op, written, rows, columns, result.scalar_type(), first);
+  check(rows > 0 && columns > 0 && inner > 0, op, ": ", left.name, " and ", right.name,
+        " must have elements, got ", describe(like), " and ", describe(right.matrix), ".");
   return {.m = columns,
           .n = rows,
           .k = inner,
           .transposes_a = right.is_transposed,
           .transposes_b = left.is_transposed,
-          .operands = type_of(op, "left", like),
-          .result = type_of(op, "result", result),
+          .operands = type_of(op, left.name, like),
+          .result = type_of(op, written.name, result),
           .epilogue = epilogue,
           .beta = beta,
-          .a = operand(right.matrix, "right"),
-          .b = operand(like, "left"),
-          .d = operand(result, "result"),
+          .a = operand(right.matrix, right.name),
+          .b = operand(like, left.name),
+          .d = operand(result, written.name),
           .bias = nullptr,
           .aux = nullptr};
 }

@@ -11,7 +11,7 @@ inline std::vector<int64_t> channels_last_strides(const Tensor& tensor) {
   int64_t stride = 1;
   auto take = [&](size_t d) {
     strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
+    stride = product({stride, std::max<int64_t>(sizes[d], 1)});
   };
   take(1);
   for (size_t d = sizes.size(); d-- > 2;) take(d);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -13,6 +14,8 @@ namespace apex {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+constexpr int64_t kTooMany = std::numeric_limits<int64_t>::max();
 
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
@@ -121,14 +124,27 @@ struct NamedTensor {
 };
 
 // Raises for None in place of a tensor and for a tensor without memory; to be called first of all.
-inline void check_tensors(const char* op, std::initializer_list<NamedTensor> tensors) {
-  for (const NamedTensor& given : tensors) {
-    if (given.tensor == nullptr) continue;
-    check(given.tensor->defined(), op, ": ", given.name, " must be a tensor, got None.");
-    if (!has_memory(*given.tensor)) {
-      fail_without_memory(std::string(op) + ": ", given.name, *given.tensor);
-    }
+inline void check_tensor(const char* op, const NamedTensor& given) {
+  if (given.tensor == nullptr) return;
+  check(given.tensor->defined(), op, ": ", given.name, " must be a tensor, got None.");
+  if (!has_memory(*given.tensor)) {
+    fail_without_memory(std::string(op) + ": ", given.name, *given.tensor);
   }
+}
+
+inline void check_tensors(const char* op, std::initializer_list<NamedTensor> tensors) {
+  for (const NamedTensor& given : tensors) check_tensor(op, given);
+}
+
+// The product of sizes; the largest int64_t where it does not fit. Tensors without elements may
+// have any sizes, and numbers that stand for a size may be any.
+template <class Sizes = std::initializer_list<int64_t>>
+int64_t product(const Sizes& sizes) {
+  int64_t result = 1;
+  for (int64_t size : sizes) {
+    if (__builtin_mul_overflow(result, size, &result)) result = kTooMany;
+  }
+  return result;
 }
 
 }  // namespace apex

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <sstream>
+#include <utility>
 #include <vector>
 
 #include "apex/torch/check.h"
@@ -33,7 +35,7 @@ inline Tensor empty_strided(const Tensor& like, const std::vector<int64_t>& size
                                          like.get_device_index(), &handle);
   if (status != TORCH_SUCCESS) {
     int64_t bytes = aoti_torch_dtype_element_size(static_cast<int32_t>(dtype));
-    for (int64_t size : sizes) bytes *= std::max<int64_t>(size, 1);
+    for (int64_t size : sizes) bytes = product({bytes, std::max<int64_t>(size, 1)});
     fail_to_allocate(bytes, like.is_cpu());
   }
   return Tensor(handle);
@@ -45,7 +47,7 @@ inline Tensor empty(const Tensor& like, const std::vector<int64_t>& sizes, Scala
   int64_t stride = 1;
   for (size_t d = sizes.size(); d-- > 0;) {
     strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
+    stride = product({stride, std::max<int64_t>(sizes[d], 1)});
   }
   return empty_strided(like, sizes, strides, dtype);
 }
@@ -63,13 +65,40 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return copy;
 }
 
-// Raises unless `tensor` has so many elements of this dtype, contiguous, on the device of `x`.
-inline void check_like(const char* op, const char* name, const Tensor& tensor, int64_t numel,
-                       ScalarType dtype, const Tensor& x) {
-  check(tensor.numel() == numel && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
-            tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index(),
-        op, ": ", name, " must be contiguous, with ", numel, " elements of ", dtype_name(dtype),
-        " on the device of x; got ", describe(tensor), ", x is ", describe(x), ".");
+inline bool is_contiguous_near(const Tensor& tensor, ScalarType dtype, const Tensor& like) {
+  return tensor.is_contiguous() && tensor.scalar_type() == dtype &&
+         tensor.is_cpu() == like.is_cpu() && tensor.get_device_index() == like.get_device_index();
+}
+
+// Raises unless `given`, of any shape, has memory for so many elements of this dtype, contiguous,
+// on the device of `like`. For vectors; where rows are walked in step, shapes must be the same.
+inline void check_like(const char* op, const NamedTensor& given, int64_t numel, ScalarType dtype,
+                       const NamedTensor& like) {
+  if (given.tensor == nullptr) return;
+  check_tensor(op, given);
+  check(given.tensor->numel() == numel && is_contiguous_near(*given.tensor, dtype, *like.tensor),
+        op, ": ", given.name, " must be contiguous, with ", numel, " elements of ",
+        dtype_name(dtype), " on the device of ", like.name, "; got ", describe(*given.tensor), ", ",
+        like.name, " is ", describe(*like.tensor), ".");
+}
+
+// The same for a tensor of these sizes.
+template <class Sizes>
+void check_sizes(const char* op, const NamedTensor& given, const Sizes& sizes, ScalarType dtype,
+                 const NamedTensor& like) {
+  if (given.tensor == nullptr) return;
+  check_tensor(op, given);
+  auto own = given.tensor->sizes();
+  if (std::equal(own.begin(), own.end(), sizes.begin(), sizes.end()) &&
+      is_contiguous_near(*given.tensor, dtype, *like.tensor)) {
+    return;
+  }
+  std::ostringstream wanted;
+  const char* comma = "";
+  for (int64_t size : sizes) wanted << std::exchange(comma, ", ") << size;
+  fail(op, ": ", given.name, " must be contiguous, with ", product(sizes), " elements of ",
+       dtype_name(dtype), " in shape [", wanted.str(), "], on the device of ", like.name, "; got ",
+       describe(*given.tensor), ", ", like.name, " is ", describe(*like.tensor), ".");
 }
 
 }  // namespace apex

@@ -35,13 +35,14 @@ inline StepNumbers make_step_numbers(double lr, int64_t step, const Decays& deca
 // Each has one element, on the device of `like`; lr, inv_scale and found_inf float32, step int32.
 struct DeviceNumbers {
   const std::optional<Tensor>&lr, &step, &inv_scale, &found_inf;
+  const char* name_of_scale = "inv_scale";
 };
 
 inline void set_device_numbers(const char* op, StepNumbers& numbers, const DeviceNumbers& given,
                                const Tensor& like) {
   numbers.device_lr = optional_number<float>(op, "device_lr", given.lr, like);
   numbers.device_step = optional_number<int>(op, "device_step", given.step, like);
-  numbers.inverse_scale = optional_number<float>(op, "inv_scale", given.inv_scale, like);
+  numbers.inverse_scale = optional_number<float>(op, given.name_of_scale, given.inv_scale, like);
   numbers.found_inf = optional_number<float>(op, "found_inf", given.found_inf, like);
 }
 

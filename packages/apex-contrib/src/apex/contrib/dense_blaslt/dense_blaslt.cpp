@@ -20,15 +20,15 @@ int64_t multiply(const Tensor& like, const blaslt::Product& product) {
 }
 
 void* vector_of(const char* op, const char* name, const Tensor& vector, int64_t size,
-                const Tensor& like) {
-  check_tensors(op, {{name, vector}});
-  check_like(op, name, vector, size, like.scalar_type(), like);
+                const NamedTensor& like) {
+  check_like(op, {name, vector}, size, like.tensor->scalar_type(), like);
   return operand(vector, name);
 }
 
-void* aux_of(const char* op, const char* name, const Tensor& aux, const Tensor& result) {
+void* aux_of(const char* op, const char* name, const Tensor& aux, const NamedTensor& result) {
   check_tensors(op, {{name, aux}});
-  blaslt::check_matrix(op, name, aux, result.size(0), result.size(1), result.scalar_type(), result);
+  const Tensor& like = *result.tensor;
+  blaslt::check_matrix(op, {name, aux}, like.size(0), like.size(1), like.scalar_type(), result);
   return operand(aux, name);
 }
 
@@ -36,9 +36,9 @@ int64_t dense_gelu_blaslt(const Tensor& x, const Tensor& weight, std::optional<T
                           const Tensor& y, const Tensor& gelu_in) {
   const char* op = "dense_gelu_blaslt";
   auto epilogue = bias ? Epilogue::kGeluAuxBias : Epilogue::kGeluAux;
-  auto product = blaslt::product_of(op, {x}, {weight, true}, y, epilogue);
-  if (bias) product.bias = vector_of(op, "bias", *bias, y.size(1), x);
-  product.aux = aux_of(op, "gelu_in", gelu_in, y);
+  auto product = blaslt::product_of(op, {"x", x}, {"weight", weight, true}, {"y", y}, epilogue);
+  if (bias) product.bias = vector_of(op, "bias", *bias, y.size(1), {"x", x});
+  product.aux = aux_of(op, "gelu_in", gelu_in, {"y", y});
   return multiply(x, product);
 }
 
@@ -46,17 +46,18 @@ int64_t dense_gelu_backward_blaslt(const Tensor& dy, const Tensor& weight, const
                                    const Tensor& dx, std::optional<Tensor> dbias) {
   const char* op = "dense_gelu_backward_blaslt";
   auto epilogue = dbias ? Epilogue::kDGeluBiasGrad : Epilogue::kDGelu;
-  auto product = blaslt::product_of(op, {dy}, {weight}, dx, epilogue);
-  if (dbias) product.bias = vector_of(op, "dbias", *dbias, dx.size(1), dy);
-  product.aux = aux_of(op, "gelu_in", gelu_in, dx);
+  auto product = blaslt::product_of(op, {"dy", dy}, {"weight", weight}, {"dx", dx}, epilogue);
+  if (dbias) product.bias = vector_of(op, "dbias", *dbias, dx.size(1), {"dy", dy});
+  product.aux = aux_of(op, "gelu_in", gelu_in, {"dx", dx});
   return multiply(dy, product);
 }
 
 int64_t dense_gradients_blaslt(const Tensor& dy, const Tensor& x, const Tensor& dweight,
                                const Tensor& dbias) {
   const char* op = "dense_gradients_blaslt";
-  auto product = blaslt::product_of(op, {dy, true}, {x}, dweight, Epilogue::kBiasGradB);
-  product.bias = vector_of(op, "dbias", dbias, dweight.size(0), dy);
+  auto product = blaslt::product_of(op, {"dy", dy, true}, {"x", x}, {"dweight", dweight},
+                                    Epilogue::kBiasGradB);
+  product.bias = vector_of(op, "dbias", dbias, dweight.size(0), {"dy", dy});
   return multiply(dy, product);
 }
 

@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor> dense_activation_backward(const Tensor& dy_of_any_lay
   check(kRelu <= activation && activation <= kGelu, op,
         ": activation must be 1 (ReLU), 2 (sigmoid) or 3 (GELU), got ", activation, ".");
   Tensor dy = as_contiguous(dy_of_any_layout);  // often one number, expanded
-  check_like(op, "dy", dy, saved.numel(), saved.scalar_type(), saved);
+  check_sizes(op, {"dy", dy}, saved.sizes(), saved.scalar_type(), {"saved", saved});
   Tensor dx = empty_like(saved, saved.scalar_type());
   Tensor dbias = empty(saved, {bias_grad ? columns : 0}, saved.scalar_type());
   Context context(saved);

@@ -22,10 +22,10 @@ struct Numbers {
 
 const int64_t* targets_of(const char* op, const Tensor& x, const Tensor& targets,
                           const Numbers& numbers) {
-  check_tensors(op, {{"x", x}, {"targets", targets}});
+  check_tensors(op, {{"x", x}});
   check(x.dim() == 2 && x.is_contiguous(), op, ": x must be contiguous [N, C], got ", describe(x),
         ".");
-  check_like(op, "targets", targets, x.size(0), ScalarType::Long, x);
+  check_like(op, {"targets", targets}, x.size(0), ScalarType::Long, {"x", x});
   check(numbers.classes >= 0 && numbers.classes <= x.size(1), op, ": classes must be 0 to ",
         x.size(1), ", the columns of x, got ", numbers.classes, ".");
   check(numbers.gamma >= 0, op, ": gamma must not be negative, got ", numbers.gamma, ".");
@@ -104,11 +104,13 @@ Tensor backward(const Tensor& grad_losses_of_any_layout, const Tensor& x, const 
   Tensor grad_losses =
       is_read_in_place ? grad_losses_of_any_layout : as_contiguous(grad_losses_of_any_layout);
   const int64_t stride = is_read_in_place ? grad_losses.stride(0) : 1;
-  check(grad_losses.numel() == x.size(0) && grad_losses.scalar_type() == statistics_dtype(x) &&
+  check(grad_losses.dim() == 1 && grad_losses.size(0) == x.size(0) &&
+            grad_losses.scalar_type() == statistics_dtype(x) &&
             grad_losses.is_cpu() == x.is_cpu() &&
             grad_losses.get_device_index() == x.get_device_index(),
         op, ": grad_losses must have ", x.size(0), " elements of ", dtype_name(statistics_dtype(x)),
-        " on the device of x; got ", describe(grad_losses), ", x is ", describe(x), ".");
+        " in one dimension,", " on the device of x; got ", describe(grad_losses), ", x is ",
+        describe(x), ".");
   Tensor grad_x = empty_like(x, x.scalar_type());
   Context context(x);
   dispatch_gamma(op, x, gamma, [&]<class S, bool kSquared>() {

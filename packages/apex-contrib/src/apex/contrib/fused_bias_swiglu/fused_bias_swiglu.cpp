@@ -18,22 +18,27 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Columns of the output, after the checks that make walking [rows, 2 * columns] safe.
 int64_t columns_of(const char* op, const Tensor& input, const OptionalTensor& bias) {
-  check_tensors(op, {{"input", input}, {"bias", bias}});
+  check_tensors(op, {{"input", input}});
   check(input.dim() > 0 && input.is_contiguous(), op, ": input must be contiguous rows, got ",
         describe(input), ".");
   int64_t width = input.size(-1);
   check(width > 0 && width % 2 == 0, op, ": input must have an even number of columns, got ",
         describe(input), ".");
-  if (bias) check_like(op, "bias", *bias, width, input.scalar_type(), input);
+  check_like(op, {"bias", bias}, width, input.scalar_type(), {"input", input});
   return width / 2;
+}
+
+// The output's sizes.
+std::vector<int64_t> halved(const Tensor& input, int64_t columns) {
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = columns;
+  return sizes;
 }
 
 Tensor fused_bias_swiglu_forward(const Tensor& input, const OptionalTensor& bias) {
   const char* op = "fused_bias_swiglu_forward";
   int64_t columns = columns_of(op, input, bias), rows = input.numel() / (2 * columns);
-  std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
-  shape.back() = columns;
-  Tensor y = empty(input, shape, input.scalar_type());
+  Tensor y = empty(input, halved(input, columns), input.scalar_type());
   Context context(input);
   dispatch_floating(op, input.scalar_type(), [&]<class S>() {
     rowwise(context, rows, columns,
@@ -50,7 +55,7 @@ std::tuple<Tensor, Tensor> fused_bias_swiglu_backward(const Tensor& dy_of_any_la
   int64_t columns = columns_of(op, input, bias), rows = input.numel() / (2 * columns);
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);  // often one number, expanded
-  check_like(op, "dy", dy, rows * columns, input.scalar_type(), input);
+  check_sizes(op, {"dy", dy}, halved(input, columns), input.scalar_type(), {"input", input});
   check(bias || !bias_grad, op, ": bias_grad needs a bias.");
   Tensor dinput = empty_like(input, input.scalar_type());
   Tensor dbias = empty(input, {bias_grad ? 2 * columns : 0}, input.scalar_type());

@@ -23,12 +23,13 @@ using OptionalTensor = std::optional<Tensor>;
 struct Rows {
   const char* op;
   const Tensor& x;
+  const char* name_of_x;
   int64_t channels, count;
 
-  Rows(const char* op, const Tensor& x) : op(op), x(x) {
-    check_tensors(op, {{"x", x}});
-    check(x.dim() > 0 && x.is_contiguous() && x.size(x.dim() - 1) > 0, op,
-          ": x must be contiguous rows of at least one channel, got ", describe(x), ".");
+  Rows(const char* op, const Tensor& x, const char* name = "x") : op(op), x(x), name_of_x(name) {
+    check_tensors(op, {{name, x}});
+    check(x.dim() > 0 && x.is_contiguous() && x.size(x.dim() - 1) > 0, op, ": ", name,
+          " must be contiguous rows of at least one channel, got ", describe(x), ".");
     channels = x.size(x.dim() - 1);
     count = x.numel() / channels;
   }
@@ -38,13 +39,24 @@ struct Rows {
 
   void check_operand(const char* name, const Tensor& tensor, int64_t numel,
                      ScalarType dtype) const {
-    check_tensors(op, {{name, tensor}});
-    check_like(op, name, tensor, numel, dtype, x);
+    check_like(op, {name, tensor}, numel, dtype, {name_of_x, x});
+  }
+  void check_like_x(const char* name, const Tensor& tensor) const {
+    check_sizes(op, {name, tensor}, x.sizes(), x.scalar_type(), {name_of_x, x});
   }
   template <class X>
   const X* like_x(const char* name, const Tensor& tensor) const {
-    check_operand(name, tensor, x.numel(), x.scalar_type());
+    check_like_x(name, tensor);
     return data<X>(tensor, name);
+  }
+  void check_counts(const Tensor& count, int64_t numel) const {
+    check_operand("count", count, numel, ScalarType::Long);
+#if defined(APEX_CPU)  // a GPU would have to be waited for
+    const int64_t* numbers = data<int64_t>(count, "count");
+    for (int64_t i = 0; i < numel; ++i) {
+      check(numbers[i] >= 0, op, ": count[", i, "] must not be negative, got ", numbers[i], ".");
+    }
+#endif
   }
   template <class T>
   const T* vector(const char* name, const Tensor& tensor) const {
@@ -116,11 +128,11 @@ std::tuple<Tensor, Tensor> batch_norm_moments(const Tensor& x_rows) {
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_merge(const Tensor& mean, const Tensor& biased_var,
                                                     const Tensor& count, double eps) {
-  Rows rows("group_batch_norm_merge", mean);
+  Rows rows("group_batch_norm_merge", mean, "mean");
   check(mean.scalar_type() == statistics_dtype(mean), rows.op,
         ": mean must be float32 or float64, got ", describe(mean), ".");
-  rows.check_operand("biased_var", biased_var, mean.numel(), mean.scalar_type());
-  rows.check_operand("count", count, rows.count, ScalarType::Long);
+  rows.check_like_x("biased_var", biased_var);
+  rows.check_counts(count, rows.count);
   Tensor total = rows.per_channel(), variance = rows.per_channel(), inv_std = rows.per_channel();
   Context context(mean);
   CountsOf counts{data<int64_t>(count, "count")};
@@ -200,7 +212,7 @@ Tensor batch_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean
                            const Tensor& inv_std, const Tensor& weight, const Tensor& sum_dy,
                            const Tensor& sum_dy_xmu, const Tensor& count) {
   Rows rows("group_batch_norm_backward", x);
-  rows.check_operand("count", count, 1, ScalarType::Long);
+  rows.check_counts(count, 1);
   Tensor dx = empty_like(x, x.scalar_type());
   Context context(x);
   dispatch_floating(rows.op, x.scalar_type(), [&]<class X>() {

@@ -17,14 +17,14 @@ namespace {
 // idx1, after the checks that make walking in1, in2 and it safe. On a GPU idx1's numbers are the
 // kernels' affair: an error would wait for the device.
 Picks picks_of(const char* op, const Tensor& in1, const Tensor& in2, const Tensor& idx1) {
-  check_tensors(op, {{"in1", in1}, {"in2", in2}, {"idx1", idx1}});
+  check_tensors(op, {{"in1", in1}, {"in2", in2}});
   check(in1.dim() == 2 && in1.is_contiguous(), op, ": in1 must be contiguous [M, H], got ",
         describe(in1), ".");
   check(in2.dim() == 2 && in2.size(1) == in1.size(1), op, ": in2 must be [N, ", in1.size(1),
         "], rows as long as those of in1, got ", describe(in2), ".");
   Picks picks{nullptr, in2.size(0), in1.size(0), rows_ahead(in1.size(1))};
-  check_like(op, "in2", in2, picks.rows * in1.size(1), in1.scalar_type(), in1);
-  check_like(op, "idx1", idx1, picks.rows, ScalarType::Long, in1);
+  check_sizes(op, {"in2", in2}, in2.sizes(), in1.scalar_type(), {"in1", in1});
+  check_like(op, {"idx1", idx1}, picks.rows, ScalarType::Long, {"in1", in1});
   check(picks.in1_rows > 0 || picks.rows == 0, op, ": in1 has no rows to pick: ", describe(in1),
         ".");
   picks.idx1 = data<int64_t>(idx1, "idx1");
@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor> index_mul_2d_backward(const Tensor& dy_of_any_layout,
   Picks picks = picks_of(op, in1, in2, idx1);
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);  // often one number, expanded
-  check_like(op, "dy", dy, in2.numel(), in1.scalar_type(), in1);
+  check_sizes(op, {"dy", dy}, in2.sizes(), in1.scalar_type(), {"in2", in2});
   Tensor din1 = in1_grad ? empty_like(in1, in1.scalar_type()) : empty(in1, {0}, in1.scalar_type());
   Tensor din2 = empty_like(in2, in2.scalar_type());
   Context context(in1);

@@ -12,7 +12,7 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_forward(const Tensor& x, const Tensor& residual,
                                                         const Tensor& weight, int64_t columns,
                                                         double eps, bool zero_centered_gamma) {
-  Operands o("add_rms_norm_forward", x, residual, weight, columns);
+  Operands o("add_rms_norm_forward", {"x", x}, {"residual", residual}, weight, columns);
   Tensor y = empty_like(x, x.scalar_type()), sum = empty_like(x, residual.scalar_type());
   Tensor rstd = o.statistics();
   Context context(x);
@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_backward(const Tensor& dy_of_any
   const char* op = "add_rms_norm_backward";
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);
-  Operands o(op, dy, sum, weight, columns);
+  Operands o(op, {"dy", dy}, {"sum", sum}, weight, columns);
   o.check_statistics("rstd", rstd);
   GradTensors grads(o, dsum);
   Tensor dweight = empty(dy, {weight_grads ? columns : 0}, weight.scalar_type());

@@ -12,9 +12,8 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(
     const Tensor& x, const Tensor& residual, const Tensor& weight, const OptionalTensor& bias,
     int64_t columns, double eps, bool zero_centered_gamma) {
-  Operands o("add_layer_norm_forward", x, residual, weight, columns);
-  check_tensors(o.op, {{"bias", bias}});
-  if (bias) check_like(o.op, "bias", *bias, columns, weight.scalar_type(), x);
+  Operands o("add_layer_norm_forward", {"x", x}, {"residual", residual}, weight, columns);
+  check_like(o.op, {"bias", bias}, columns, weight.scalar_type(), o.named_x);
   Tensor y = empty_like(x, x.scalar_type()), sum = empty_like(x, residual.scalar_type());
   Tensor mean = o.statistics(), rstd = o.statistics();
   Context context(x);
@@ -39,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_backward(
   const char* op = "add_layer_norm_backward";
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);
-  Operands o(op, dy, sum, weight, columns);
+  Operands o(op, {"dy", dy}, {"sum", sum}, weight, columns);
   o.check_statistics("mean", mean);
   o.check_statistics("rstd", rstd);
   GradTensors grads(o, dsum);

@@ -34,28 +34,33 @@ void dispatch_types(const char* op, ScalarType x, ScalarType sum, ScalarType wei
 }
 
 // What forward and backward of both normalizations check alike. `x` is dy in the backward, `sum`
-// the residual in the forward.
+// the residual in the forward: they come by their arguments' names.
 struct Operands {
   const char* op;
+  NamedTensor named_x;
   const Tensor &x, &sum, &weight;
   int64_t columns;
   int64_t rows = 0;
 
-  Operands(const char* op, const Tensor& x, const Tensor& sum, const Tensor& weight,
+  Operands(const char* op, const NamedTensor& of_x, const NamedTensor& of_sum, const Tensor& weight,
            int64_t columns)
-      : op(op), x(x), sum(sum), weight(weight), columns(columns) {
-    check_tensors(op, {{"x", x}, {"residual or sum", sum}, {"weight", weight}});
+      : op(op),
+        named_x(of_x),
+        x(*of_x.tensor),
+        sum(*of_sum.tensor),
+        weight(weight),
+        columns(columns) {
+    check_tensors(op, {of_x, of_sum, {"weight", weight}});
     check(columns > 0, op, ": columns must be positive, got ", columns, ".");
-    check(x.numel() % columns == 0, op, ": x has ", x.numel(),
+    check(x.numel() % columns == 0, op, ": ", of_x.name, " has ", x.numel(),
           " elements, which is no multiple of columns = ", columns, ".");
     rows = x.numel() / columns;
-    check_like(op, "x", x, x.numel(), x.scalar_type(), x);
-    check_like(op, "residual or sum", sum, x.numel(), sum.scalar_type(), x);
-    check_like(op, "weight", weight, columns, weight.scalar_type(), x);
+    check(x.is_contiguous(), op, ": ", of_x.name, " must be contiguous, got ", describe(x), ".");
+    check_sizes(op, of_sum, x.sizes(), sum.scalar_type(), of_x);
+    check_like(op, {"weight", weight}, columns, weight.scalar_type(), of_x);
   }
   void check_statistics(const char* name, const Tensor& tensor) const {
-    check_tensors(op, {{name, tensor}});
-    check_like(op, name, tensor, rows, statistics_dtype(x), x);
+    check_like(op, {name, tensor}, rows, statistics_dtype(x), named_x);
   }
   template <class W, class T>
   Affine<W, T> affine(const OptionalTensor& bias, bool zero_centered_gamma) const {
@@ -85,7 +90,7 @@ struct GradTensors {
     check_tensors(o.op, {{"dsum", dsum}});
     if (!dsum) return;
     this->dsum = as_contiguous(*dsum);
-    check_like(o.op, "dsum", *this->dsum, o.x.numel(), o.sum.scalar_type(), o.x);
+    check_sizes(o.op, {"dsum", this->dsum}, o.x.sizes(), o.sum.scalar_type(), o.named_x);
   }
   template <class X, class S, bool kHasSumGrad>
   InputGrads<X, S, kHasSumGrad> pointers() const {

@@ -54,17 +54,18 @@ void dispatch_pair(const char* op, ScalarType x, ScalarType weight, Body&& body)
 // What forward and backward of both normalizations check alike.
 struct Operands {
   const char* op;
+  NamedTensor named_x;
   const Tensor& x;  // or the saved tensor
   int64_t rows, columns;
   ScalarType x_dtype, weight_dtype;
 
   void check_affine(const OptionalTensor& weight, const OptionalTensor& bias) const {
     check(weight || !bias, op, ": a bias needs a weight.");
-    if (weight) check_like(op, "weight", *weight, columns, weight_dtype, x);
-    if (bias) check_like(op, "bias", *bias, columns, weight_dtype, x);
+    check_like(op, {"weight", weight}, columns, weight_dtype, named_x);
+    check_like(op, {"bias", bias}, columns, weight_dtype, named_x);
   }
   void check_statistics(const char* name, const Tensor& tensor) const {
-    check_like(op, name, tensor, rows, statistics_dtype(x), x);
+    check_like(op, {name, tensor}, rows, statistics_dtype(x), named_x);
   }
   Tensor statistics() const { return empty(x, {rows}, statistics_dtype(x)); }
 };
@@ -73,23 +74,30 @@ Operands forward_operands(const char* op, const Tensor& x, const OptionalTensor&
                           const OptionalTensor& bias, int64_t columns) {
   check_tensors(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
   ScalarType dtype = x.scalar_type();
-  Operands operands{op,      x,     rows_of(op, "x", x, columns),
-                    columns, dtype, weight ? weight->scalar_type() : dtype};
+  Operands operands{op,
+                    {"x", x},
+                    x,
+                    rows_of(op, "x", x, columns),
+                    columns,
+                    dtype,
+                    weight ? weight->scalar_type() : dtype};
   operands.check_affine(weight, bias);
   return operands;
 }
 
-// `saved` is x, or y from which x is recovered.
-Operands backward_operands(const char* op, const Tensor& dy, const Tensor& saved,
+// `named` is x, or y from which x is recovered.
+Operands backward_operands(const char* op, const Tensor& dy, const NamedTensor& named,
                            const OptionalTensor& weight, const OptionalTensor& bias,
                            const Tensor& rstd, int64_t columns, bool weight_grads) {
+  const Tensor& saved = *named.tensor;
   Operands operands{op,
+                    named,
                     saved,
-                    rows_of(op, "the saved tensor", saved, columns),
+                    rows_of(op, named.name, saved, columns),
                     columns,
                     saved.scalar_type(),
                     dy.scalar_type()};
-  check_like(op, "dy", dy, saved.numel(), operands.weight_dtype, saved);
+  check_sizes(op, {"dy", dy}, saved.sizes(), operands.weight_dtype, named);
   check(weight || !weight_grads, op, ": weight_grads needs a weight.");
   operands.check_affine(weight, bias);
   operands.check_statistics("rstd", rstd);
@@ -146,14 +154,10 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(
     const char* op, const Tensor& dy_of_any_layout, const Tensor& saved,
     const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& mean,
     const Tensor& rstd, int64_t columns, double eps, bool weight_grads, bool zero_centered_gamma) {
-  check_tensors(op, {{"dy", dy_of_any_layout},
-                     {"saved", saved},
-                     {"weight", weight},
-                     {"bias", bias},
-                     {"mean", mean},
-                     {"rstd", rstd}});
+  const NamedTensor named{kFromOutput ? "y" : "x", saved};
+  check_tensors(op, {{"dy", dy_of_any_layout}, named});
   Tensor dy = as_contiguous(dy_of_any_layout);
-  Operands o = backward_operands(op, dy, saved, weight, bias, rstd, columns, weight_grads);
+  Operands o = backward_operands(op, dy, named, weight, bias, rstd, columns, weight_grads);
   if (mean) o.check_statistics("mean", *mean);
   Tensor dx = empty_like(saved, o.x_dtype);
   int64_t summed = weight_grads ? columns : 0;
@@ -194,10 +198,10 @@ std::tuple<Tensor, Tensor> rms_norm_gradients(const char* op, const Tensor& dy_o
                                               const Tensor& saved, const OptionalTensor& weight,
                                               const Tensor& rstd, int64_t columns, double eps,
                                               bool weight_grads, bool zero_centered_gamma) {
-  check_tensors(op,
-                {{"dy", dy_of_any_layout}, {"saved", saved}, {"weight", weight}, {"rstd", rstd}});
+  const NamedTensor named{kFromOutput ? "y" : "x", saved};
+  check_tensors(op, {{"dy", dy_of_any_layout}, named});
   Tensor dy = as_contiguous(dy_of_any_layout);
-  Operands o = backward_operands(op, dy, saved, weight, std::nullopt, rstd, columns, weight_grads);
+  Operands o = backward_operands(op, dy, named, weight, std::nullopt, rstd, columns, weight_grads);
   Tensor dx = empty_like(saved, o.x_dtype);
   Tensor dweight = empty(saved, {weight_grads ? columns : 0}, o.weight_dtype);
   Context context(saved);

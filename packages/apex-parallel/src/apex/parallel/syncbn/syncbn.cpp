@@ -24,6 +24,7 @@ struct Shape {
   const Tensor& x;
   bool channel_last;
   int64_t channels, rows, columns;
+  const char* name_of_x = "input";
 
   Tensor statistics(int64_t numel) const { return empty(x, {numel}, statistics_dtype(x)); }
   Tensor per_channel() const { return statistics(channels); }
@@ -44,14 +45,10 @@ struct Shape {
 
   void check_operand(const char* name, const Tensor& tensor, int64_t numel,
                      ScalarType dtype) const {
-    check_tensors(op, {{name, tensor}});
-    check(tensor.numel() == numel && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
-              tensor.is_cpu() == x.is_cpu() && tensor.get_device_index() == x.get_device_index(),
-          op, ": ", name, " must be contiguous, with ", numel, " elements of ", dtype_name(dtype),
-          " on the device of input; got ", describe(tensor), ", input is ", describe(x), ".");
+    check_like(op, {name, tensor}, numel, dtype, {name_of_x, x});
   }
-  void check_like_input(const char* name, const Tensor& tensor) const {
-    check_operand(name, tensor, x.numel(), x.scalar_type());
+  void check_like_input(const NamedTensor& given) const {
+    check_sizes(op, given, x.sizes(), x.scalar_type(), {name_of_x, x});
   }
   // A per-channel vector's memory.
   template <class T>
@@ -61,16 +58,16 @@ struct Shape {
   }
 };
 
-Shape shape_of(const char* op, const Tensor& x, bool channel_last) {
-  check_tensors(op, {{"input", x}});
-  check(x.is_contiguous(), op, ": input must be contiguous, got ", describe(x), ".");
-  check(x.dim() >= 2 || (x.dim() == 1 && channel_last), op,
-        ": input must have a batch and a channel dimension, got ", describe(x), ".");
+Shape shape_of(const char* op, const Tensor& x, bool channel_last, const char* name = "input") {
+  check_tensors(op, {{name, x}});
+  check(x.is_contiguous(), op, ": ", name, " must be contiguous, got ", describe(x), ".");
+  check(x.dim() >= 2 || (x.dim() == 1 && channel_last), op, ": ", name,
+        " must have a batch and a channel dimension, got ", describe(x), ".");
   int64_t channels = channel_last ? x.size(x.dim() - 1) : x.size(1);
-  check(channels > 0, op, ": input must have at least one channel, got ", describe(x), ".");
-  if (channel_last) return {op, x, true, channels, x.numel() / channels, channels};
+  check(channels > 0, op, ": ", name, " must have at least one channel, got ", describe(x), ".");
+  if (channel_last) return {op, x, true, channels, x.numel() / channels, channels, name};
   int64_t rows = x.numel() == 0 ? 0 : x.size(0) * channels;
-  return {op, x, false, channels, rows, rows == 0 ? 0 : x.numel() / rows};
+  return {op, x, false, channels, rows, rows == 0 ? 0 : x.numel() / rows, name};
 }
 
 #if defined(APEX_CPU)
@@ -137,10 +134,10 @@ std::tuple<Tensor, Tensor> welford_mean_var(const Tensor& input, bool channel_la
 
 std::tuple<Tensor, Tensor, Tensor> welford_parallel(const Tensor& mean, const Tensor& biased_var,
                                                     const Tensor& count, double eps) {
-  Shape shape = shape_of("welford_parallel", mean, true);
+  Shape shape = shape_of("welford_parallel", mean, true, "mean");
   check(mean.scalar_type() == statistics_dtype(shape.x), shape.op,
         ": mean must be float32 or float64, got ", describe(mean), ".");
-  shape.check_like_input("biased_var", biased_var);
+  shape.check_like_input({"biased_var", biased_var});
   shape.check_operand("count", count, shape.rows, ScalarType::Long);
   check_counts(shape.op, count);
   Tensor total = shape.per_channel(), variance = shape.per_channel(), inv_std = shape.per_channel();
@@ -164,7 +161,7 @@ Tensor batchnorm_forward(const Tensor& input, const OptionalTensor& z, const Ten
                          const Tensor& inv_std, const Tensor& weight, const Tensor& bias,
                          bool channel_last, bool fuse_relu) {
   Shape shape = shape_of("batchnorm_forward", input, channel_last);
-  if (z) shape.check_like_input("z", *z);
+  shape.check_like_input({"z", z});
   Tensor out = empty_like(input, input.scalar_type());
   run_rows<BatchNormForward>(shape, [&]<class X, bool kLast>(BatchNormForward<X, kLast>& p) {
     using T = compute_t<X>;
@@ -182,8 +179,8 @@ Tensor relu_bw(const Tensor& grad_output, const Tensor& input, const OptionalTen
                const Tensor& mean, const Tensor& inv_std, const Tensor& weight, const Tensor& bias,
                bool channel_last) {
   Shape shape = shape_of("relu_bw", input, channel_last);
-  shape.check_like_input("grad_output", grad_output);
-  if (z) shape.check_like_input("z", *z);
+  shape.check_like_input({"grad_output", grad_output});
+  shape.check_like_input({"z", z});
   Tensor masked = empty_like(input, input.scalar_type());
   run_rows<ReluBackward>(shape, [&]<class X, bool kLast>(ReluBackward<X, kLast>& p) {
     using T = compute_t<X>;
@@ -200,7 +197,7 @@ Tensor relu_bw(const Tensor& grad_output, const Tensor& input, const OptionalTen
 std::tuple<Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Tensor& input,
                                      const Tensor& mean, bool channel_last) {
   Shape shape = shape_of("reduce_bn", input, channel_last);
-  shape.check_like_input("grad_output", grad_output);
+  shape.check_like_input({"grad_output", grad_output});
   Tensor sum_dy = shape.per_channel(), sum_dy_xmu = shape.per_channel();
   Parts parts = shape.parts();
   Tensor part_dy = shape.per_part(parts), part_dy_xmu = shape.per_part(parts);
@@ -239,7 +236,7 @@ Tensor batchnorm_backward(const Tensor& grad_output, const Tensor& input, const 
                           const Tensor& inv_std, const Tensor& weight, const Tensor& sum_dy,
                           const Tensor& sum_dy_xmu, const Tensor& count, bool channel_last) {
   Shape shape = shape_of("batchnorm_backward", input, channel_last);
-  shape.check_like_input("grad_output", grad_output);
+  shape.check_like_input({"grad_output", grad_output});
   shape.check_operand("count", count, 1, ScalarType::Long);
   check_counts(shape.op, count);
   Tensor dx = empty_like(input, input.scalar_type());

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -104,6 +105,7 @@ def of_sequences(
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
     _check_device(name, "cu_seqlens", t, cu_seqlens)
+    _check_starts(name, cu_seqlens, t.shape[0])
     tokens = torch.arange(t.shape[0], device=t.device)
     starts = cu_seqlens.to(torch.int64)
     # The last sequence that begins at or before a token; nothing waits for the device.
@@ -112,6 +114,19 @@ def of_sequences(
     x = t.unsqueeze(0).transpose(1, 2)
     y = rotate(x, cos, sin, beside(t, positions), True)
     return y.transpose(1, 2).squeeze(0)
+
+
+def _check_starts(name: str, cu_seqlens: Tensor, tokens: int) -> None:
+    # A GPU would have to be waited for, and compiled code does not see numbers.
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    starts = cu_seqlens.tolist()
+    if starts[0] != 0 or starts[-1] != tokens or any(a > b for a, b in pairwise(starts)):
+        raise ValueError(
+            f"{name}: cu_seqlens must rise from 0 to {tokens}, the tokens of t, got "
+            f"{starts[:8]}{'...' if len(starts) > 8 else ''}. Give tokens behind the last sequence "
+            "a sequence of their own."
+        )
 
 
 def on_a_plane(

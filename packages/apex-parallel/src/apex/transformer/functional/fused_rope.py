@@ -102,12 +102,19 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
     Args:
         t: ``[tokens, heads, d]``.
         cu_seqlens: int32 or int64 ``[sequences + 1]``, where sequences begin, and where the last
-            ends; sequences may be empty. Tokens behind the end go on counting.
+            ends: 0 first, then never less than before, and the number of tokens last. Sequences may
+            be empty.
         freqs: ``[longest sequence or more, 1, 1, d2]``. A longer sequence is an error on the CPU;
             on a GPU, which would have to wait for it, tokens without angles become NaN.
 
     Returns:
         Like ``t``, contiguous.
+
+    Raises:
+        TypeError: a dtype is not one of those above.
+        ValueError: shapes or devices do not fit, or on a CPU ``cu_seqlens`` falls, or begins or ends
+            elsewhere. A GPU does not check that: tokens behind the end go on counting, and where
+            ``cu_seqlens`` falls, positions have no meaning.
     """
     name = "fused_apply_rotary_pos_emb_thd"
     cos, sin = checked_rope.tables_of_angles(name, t, freqs)

@@ -13,7 +13,8 @@ namespace {
 int64_t add_weight_gradient_blaslt(const Tensor& x, const Tensor& dy, const Tensor& main_grad) {
   const char* op = "add_weight_gradient_blaslt";
   auto epilogue = blaslt::Epilogue::kNone;
-  auto product = blaslt::product_of(op, {dy, true}, {x}, main_grad, epilogue, 1);
+  auto product =
+      blaslt::product_of(op, {"dy", dy, true}, {"x", x}, {"main_grad", main_grad}, epilogue, 1);
   check(main_grad.scalar_type() == ScalarType::Float, op, ": main_grad must be float32, got ",
         describe(main_grad), ".");
   Context context(x);

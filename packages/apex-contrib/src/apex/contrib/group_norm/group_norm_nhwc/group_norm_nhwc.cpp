@@ -29,8 +29,8 @@ Samples samples_of(const char* op, const Tensor& x, int64_t groups) {
   check(channels > 0, op, ": x must be [N, channels, *], with channels, got ", describe(x), ".");
   check(groups > 0 && channels % groups == 0, op, ": groups must divide the ", channels,
         " channels of x, got ", groups, ".");
-  int64_t rows = 1;
-  for (int64_t d = 2; d < dims; ++d) rows *= x.size(d);
+  int64_t rows = x.size(0) == 0 ? 0 : 1;  // a size beside 0 may be any
+  for (int64_t d = 2; d < dims; ++d) rows = product({rows, x.size(d)});
   return {x.size(0), {groups, channels, rows}};
 }
 
@@ -41,8 +41,7 @@ Parameter<T> parameter_of(const char* op, const char* name, const OptionalTensor
                           bool zero_centered = false) {
   if (!tensor) return {nullptr, Storage::kOther, static_cast<T>(otherwise)};
   const ScalarType dtype = tensor->scalar_type();
-  check_tensors(op, {{name, *tensor}});
-  check_like(op, name, *tensor, groups.channels, dtype, x);
+  check_like(op, {name, tensor}, groups.channels, dtype, {"x", x});
   const bool is_double = std::is_same_v<T, double>;
   check(is_double ? dtype == ScalarType::Double
                   : dtype == ScalarType::Float || dtype == ScalarType::Half ||
@@ -103,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     double /*eps*/, bool silu, bool weight_grads, bool zero_centered_gamma) {
   const char* op = "group_norm_nhwc_backward";
   const Samples o = samples_of(op, x_of_any_layout, groups);
-  check_tensors(op, {{"dy", dy_of_any_layout}, {"mean", mean}, {"rstd", rstd}});
+  check_tensors(op, {{"dy", dy_of_any_layout}});
   check(std::ranges::equal(dy_of_any_layout.sizes(), x_of_any_layout.sizes()) &&
             dy_of_any_layout.scalar_type() == x_of_any_layout.scalar_type() &&
             dy_of_any_layout.is_cpu() == x_of_any_layout.is_cpu() &&
@@ -112,8 +111,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(
         describe(dy_of_any_layout), ".");
   Tensor dy = as_channels_last(dy_of_any_layout), x = as_channels_last(x_of_any_layout);
   const ScalarType dtype = statistics_dtype(x);
-  check_like(op, "mean", mean, o.count * groups, dtype, x);
-  check_like(op, "rstd", rstd, o.count * groups, dtype, x);
+  check_like(op, {"mean", mean}, o.count * groups, dtype, {"x", x});
+  check_like(op, {"rstd", rstd}, o.count * groups, dtype, {"x", x});
   const int64_t channels = o.groups.channels, summed = weight_grads ? channels : 0;
   Tensor dx = empty_channels_last(x);
   const ScalarType stored = parameters_dtype(op, weight, bias, x);

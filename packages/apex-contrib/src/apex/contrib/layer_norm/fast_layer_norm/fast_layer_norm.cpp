@@ -21,13 +21,14 @@ struct Rows {
   int64_t rows, columns;
 };
 
-Rows rows_of(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
-  check_tensors(op, {{"x", x}, {"weight", weight}, {"bias", bias}});
+Rows rows_of(const char* op, const NamedTensor& given, const Tensor& weight, const Tensor& bias) {
+  check_tensor(op, given);
+  const Tensor& x = *given.tensor;
   const int64_t columns = x.dim() > 0 ? x.size(x.dim() - 1) : 0;
-  check(columns > 0 && x.is_contiguous(), op,
-        ": x must be contiguous [..., columns], with columns, got ", describe(x), ".");
-  check_like(op, "weight", weight, columns, x.scalar_type(), x);
-  check_like(op, "bias", bias, columns, x.scalar_type(), x);
+  check(columns > 0 && x.is_contiguous(), op, ": ", given.name,
+        " must be contiguous [..., columns], with columns, got ", describe(x), ".");
+  check_like(op, {"weight", weight}, columns, x.scalar_type(), given);
+  check_like(op, {"bias", bias}, columns, x.scalar_type(), given);
   return {x.numel() / columns, columns};
 }
 
@@ -43,7 +44,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& weight
                                            const Tensor& bias, double eps,
                                            bool zero_centered_gamma) {
   const char* op = "fast_layer_norm_forward";
-  const Rows o = rows_of(op, x, weight, bias);
+  const Rows o = rows_of(op, {"x", x}, weight, bias);
   check(eps >= 0, op, ": eps must not be negative, got ", eps, ".");
   Tensor y = empty_like(x, x.scalar_type());
   Tensor mean = empty(x, {o.rows}, statistics_dtype(x));
@@ -66,12 +67,13 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& dy_of
                                              const Tensor& bias, const OptionalTensor& mean,
                                              const Tensor& rstd, double eps, bool weight_grads,
                                              bool zero_centered_gamma) {
-  const Rows o = rows_of(op, saved, weight, bias);
-  check_tensors(op, {{"dy", dy_of_any_layout}, {"mean", mean}, {"rstd", rstd}});
+  const NamedTensor of_rows{kFromOutput ? "y" : "x", saved};
+  const Rows o = rows_of(op, of_rows, weight, bias);
+  check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);
-  check_like(op, "dy", dy, saved.numel(), saved.scalar_type(), saved);
-  check_like(op, "rstd", rstd, o.rows, statistics_dtype(saved), saved);
-  if (mean) check_like(op, "mean", *mean, o.rows, statistics_dtype(saved), saved);
+  check_sizes(op, {"dy", dy}, saved.sizes(), saved.scalar_type(), of_rows);
+  check_like(op, {"rstd", rstd}, o.rows, statistics_dtype(saved), of_rows);
+  check_like(op, {"mean", mean}, o.rows, statistics_dtype(saved), of_rows);
   Tensor dx = empty_like(saved, saved.scalar_type());
   const int64_t summed = weight_grads ? o.columns : 0;
   Tensor dweight = empty(saved, {summed}, saved.scalar_type());

@@ -51,8 +51,8 @@ void with_mask(const char* op, const OptionalTensor& given, const Tensor& x, con
   check(mask.stride(2) == 1 && (mask.size(1) == 1 || mask.stride(1) == mask.size(2)), op,
         ": mask must be contiguous but for its first dimension, got ", describe(mask), ".");
   check(mask.is_cpu() == x.is_cpu() && mask.get_device_index() == x.get_device_index(), op,
-        ": mask must be on the device of the scores; got ", describe(mask), ", these are ",
-        describe(x), ".");
+        ": mask must be on the device of scores; got ", describe(mask), ", scores is ", describe(x),
+        ".");
   constexpr ScalarType kAdded = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
   check(is_byte(mask) || mask.scalar_type() == kAdded, op, ": mask must be bool, uint8 or ",
         dtype_name(kAdded), ", got ", describe(mask), ".");
@@ -62,9 +62,9 @@ void with_mask(const char* op, const OptionalTensor& given, const Tensor& x, con
   return is_byte(mask) ? of.template operator()<uint8_t>() : of.template operator()<T>();
 }
 
-Dropout dropout_of(const char* op, const Tensor& seed, double p, const Tensor& x) {
-  check_tensors(op, {{"seed", seed}});
-  check_like(op, "seed", seed, 1, ScalarType::Long, x);
+Dropout dropout_of(const char* op, const Tensor& seed, double p, const char* name,
+                   const Tensor& x) {
+  check_like(op, {"seed", seed}, 1, ScalarType::Long, {name, x});
   check(p >= 0 && p <= 1, op, ": p must be in [0, 1], got ", p, ".");
   return {data<int64_t>(seed, "seed"), static_cast<float>(p), p < 1 ? 1 / (1 - p) : 0};
 }
@@ -97,7 +97,7 @@ TwoTensors mask_softmax_dropout_forward(const Tensor& scores, const OptionalTens
                                         int64_t columns) {
   const char* op = "mask_softmax_dropout_forward";
   rows_of(op, "scores", scores);
-  Dropout dropout = dropout_of(op, seed, p, scores);
+  Dropout dropout = dropout_of(op, seed, p, "scores", scores);
   int64_t dims = scores.dim(), queries = dims < 2 ? 1 : scores.size(dims - 2);
   bool is_corner = first >= 0 && rows >= queries && columns >= scores.size(dims - 1);
   check(is_corner || (first == 0 && rows == 0 && columns == 0), op, ": rows and columns must be ",
@@ -114,7 +114,7 @@ Tensor mask_softmax_backward(const Tensor& dy_of_any_layout, const Tensor& y) {
   int64_t rows = rows_of(op, "y", y);
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);
-  check_like(op, "dy", dy, y.numel(), y.scalar_type(), y);
+  check_sizes(op, {"dy", dy}, y.sizes(), y.scalar_type(), {"y", y});
   Tensor dx = empty_like(y, y.scalar_type());
   Context context(y);
   dispatch_floating(op, y.scalar_type(), [&]<class S>() {
@@ -132,12 +132,14 @@ Tensor mask_softmax_dropout_backward(const Tensor& dy_of_any_layout,
   check_tensors(op,
                 {{"dy", dy_of_any_layout}, {"dsoftmax", dsoftmax_of_any_layout}, {"keep", keep}});
   Tensor dy = as_contiguous(dy_of_any_layout), dsoftmax;
-  check_like(op, "dy", dy, y.numel(), y.scalar_type(), y);
-  check_like(op, "keep", keep, y.numel(), is_byte(keep) ? keep.scalar_type() : y.scalar_type(), y);
+  const NamedTensor softmax{"softmax", y};
+  check_sizes(op, {"dy", dy}, y.sizes(), y.scalar_type(), softmax);
+  check_sizes(op, {"keep", keep}, y.sizes(), is_byte(keep) ? keep.scalar_type() : y.scalar_type(),
+              softmax);
   check(p >= 0 && p <= 1, op, ": p must be in [0, 1], got ", p, ".");
   if (dsoftmax_of_any_layout) {
     dsoftmax = as_contiguous(*dsoftmax_of_any_layout);
-    check_like(op, "dsoftmax", dsoftmax, y.numel(), y.scalar_type(), y);
+    check_sizes(op, {"dsoftmax", dsoftmax}, y.sizes(), y.scalar_type(), softmax);
   }
   const double scale = p < 1 ? 1 / (1 - p) : 0;
   Tensor dx = empty_like(y, y.scalar_type());
@@ -156,20 +158,26 @@ Tensor mask_softmax_dropout_backward(const Tensor& dy_of_any_layout,
   return dx;
 }
 
-Tensor seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
-  const char* op = "seeded_dropout";
-  int64_t rows = rows_of(op, "x", x);
-  Dropout dropout = dropout_of(op, seed, p, x);
+Tensor drop(const char* op, const char* name, const Tensor& x, const Tensor& seed, double p) {
+  int64_t rows = rows_of(op, name, x);
+  Dropout dropout = dropout_of(op, seed, p, name, x);
   Tensor y = empty_like(x, x.scalar_type());
   Context context(x);
   dispatch_floating(op, x.scalar_type(), [&]<class S>() {
-    rowwise(context, rows, x.size(-1), DropoutOfRows<S>{data<S>(x, "x"), data<S>(y, "y"), dropout});
+    rowwise(context, rows, x.size(-1),
+            DropoutOfRows<S>{data<S>(x, name), data<S>(y, "y"), dropout});
   });
   return y;
 }
 
+Tensor seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
+  return drop("seeded_dropout", "x", x, seed, p);
+}
+
 Tensor seeded_dropout_backward(const Tensor& dy, const Tensor& seed, double p) {
-  return seeded_dropout(as_contiguous(dy), seed, p);
+  const char* op = "seeded_dropout_backward";
+  check_tensors(op, {{"dy", dy}});
+  return drop(op, "dy", as_contiguous(dy), seed, p);
 }
 
 }  // namespace

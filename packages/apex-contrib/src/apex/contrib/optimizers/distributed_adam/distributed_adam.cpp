@@ -75,10 +75,19 @@ Tensor distributed_adam_peaks(const TensorList& params, const TensorList& grads,
                               bool decoupled) {
   const char* op = "distributed_adam_peaks";
   const MaybeTensor never;
-  Arguments given{
-      params, grads,           exp_avgs, exp_avg_sqs, {device_lr, device_step, grad_scale, never},
-      lr,     beta1,           beta2,    eps,         weight_decay,
-      step,   bias_correction, decoupled};
+  Arguments given{params,
+                  grads,
+                  exp_avgs,
+                  exp_avg_sqs,
+                  {device_lr, device_step, grad_scale, never, "grad_scale"},
+                  lr,
+                  beta1,
+                  beta2,
+                  eps,
+                  weight_decay,
+                  step,
+                  bias_correction,
+                  decoupled};
   check(!params.empty(), op, ": params must hold at least one tensor, got none.");
   check_numbers(op, given);
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
@@ -106,7 +115,7 @@ void distributed_adam_step(const TensorList& params, const TensorList& grads,
                   grads,
                   exp_avgs,
                   exp_avg_sqs,
-                  {device_lr, device_step, grad_scale, found_inf},
+                  {device_lr, device_step, grad_scale, found_inf, "grad_scale"},
                   lr,
                   beta1,
                   beta2,

@@ -18,7 +18,7 @@ Tensor retained_magnitude(const Tensor& magnitudes, const Tensor& fours) {
         ": magnitudes must be contiguous [channels, rows], got ", describe(magnitudes), ".");
   check(fours.dim() == 2 && fours.size(1) == 4, op, ": fours must be [N, 4], got ", describe(fours),
         ".");
-  check_like(op, "fours", fours, fours.numel(), ScalarType::Long, magnitudes);
+  check_sizes(op, {"fours", fours}, fours.sizes(), ScalarType::Long, {"magnitudes", magnitudes});
   const int64_t channels = magnitudes.size(0), sets = fours.size(0);
   const int64_t* picked = data<int64_t>(fours, "fours");
 #if defined(APEX_CPU)

@@ -19,16 +19,22 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-const uint8_t* mask_of(const char* op, const OptionalTensor& keep, int64_t numel, const Tensor& f) {
+// Of h, and of what goes with it.
+std::vector<int64_t> sizes_of(const Cells& cells, const Tensor& f) {
+  if (cells.ends != nullptr) return {cells.rows, f.size(2)};
+  return {cells.batch, cells.frames, cells.width, f.size(2)};
+}
+
+const uint8_t* mask_of(const char* op, const OptionalTensor& keep, const Cells& cells,
+                       const Tensor& f) {
   if (!keep) return nullptr;
-  check_tensors(op, {{"keep", *keep}});
-  check_like(op, "keep", *keep, numel, ScalarType::Bool, f);
+  check_sizes(op, {"keep", keep}, sizes_of(cells, f), ScalarType::Bool, {"f", f});
   return mask_data(*keep, "keep");
 }
 
 Cells cells_of(const char* op, const Tensor& f, const Tensor& g, const Tensor& f_len,
                const Tensor& g_len, const OptionalTensor& ends, int64_t packed_rows) {
-  check_tensors(op, {{"f", f}, {"g", g}, {"f_len", f_len}, {"g_len", g_len}});
+  check_tensors(op, {{"f", f}, {"g", g}});
   check(f.dim() == 3 && f.is_contiguous(), op, ": f must be contiguous [B, T, H], got ",
         describe(f), ".");
   check(g.dim() == 3 && g.size(0) == f.size(0) && g.size(2) == f.size(2), op, ": g must be [",
@@ -38,15 +44,18 @@ Cells cells_of(const char* op, const Tensor& f, const Tensor& g, const Tensor& f
   cells.batch = f.size(0);
   cells.frames = f.size(1);
   cells.width = g.size(1);
-  cells.rows = ends ? packed_rows : cells.batch * cells.frames * cells.width;
-  check_like(op, "g", g, g.numel(), f.scalar_type(), f);
-  check_like(op, "f_len", f_len, cells.batch, ScalarType::Long, f);
-  check_like(op, "g_len", g_len, cells.batch, ScalarType::Long, f);
+  const int64_t all = product({cells.batch, cells.frames, cells.width});
+  cells.rows = ends ? packed_rows : all;
+  check(product({all, f.size(2)}) < kTooMany && product({cells.rows, f.size(2)}) < kTooMany, op,
+        ": the result would have more than 2^63 elements, for f ", describe(f), ", g ", describe(g),
+        " and packed_batch ", packed_rows, ".");
+  check_sizes(op, {"g", g}, g.sizes(), f.scalar_type(), {"f", f});
+  check_like(op, {"f_len", f_len}, cells.batch, ScalarType::Long, {"f", f});
+  check_like(op, {"g_len", g_len}, cells.batch, ScalarType::Long, {"f", f});
   cells.f_len = data<int64_t>(f_len, "f_len");
   cells.u_len = data<int64_t>(g_len, "g_len");
   if (ends) {
-    check_tensors(op, {{"batch_offset", *ends}});
-    check_like(op, "batch_offset", *ends, cells.batch, ScalarType::Long, f);
+    check_like(op, {"batch_offset", ends}, cells.batch, ScalarType::Long, {"f", f});
     cells.ends = data<int64_t>(*ends, "batch_offset");
   }
 #if defined(APEX_CPU)  // a GPU would have to be waited for
@@ -73,10 +82,8 @@ Tensor forward(const Tensor& f, const Tensor& g, const Tensor& f_len, const Tens
   const char* op = "transducer_joint_forward";
   Cells cells = cells_of(op, f, g, f_len, g_len, ends, packed_rows);
   const int64_t columns = f.size(2);
-  std::vector<int64_t> sizes{cells.batch, cells.frames, cells.width, columns};
-  if (ends) sizes = {cells.rows, columns};
-  const uint8_t* mask = mask_of(op, keep, cells.rows * columns, f);
-  Tensor h = empty(f, sizes, f.scalar_type());
+  const uint8_t* mask = mask_of(op, keep, cells, f);
+  Tensor h = empty(f, sizes_of(cells, f), f.scalar_type());
   // On a CPU a thread takes all labels of a frame, which are short rows; a GPU needs the rows.
   const int64_t cells_in_row = f.is_cpu() && cells.width > 0 ? cells.width : 1;
   Context context(f);
@@ -104,17 +111,18 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dh_of_any_layout, const Tensor
                                     double scale) {
   const char* op = "transducer_joint_backward";
   Cells cells = cells_of(op, f, g, f_len, g_len, ends, packed_rows);
-  const int64_t columns = f.size(2), numel = cells.rows * columns;
-  check_tensors(op, {{"dh", dh_of_any_layout}, {"h", h}});
+  const int64_t columns = f.size(2);
+  check_tensors(op, {{"dh", dh_of_any_layout}});
   Tensor dh = as_contiguous(dh_of_any_layout);  // often one number, expanded
-  check_like(op, "dh", dh, numel, f.scalar_type(), f);
-  check_like(op, "h", h, numel, f.scalar_type(), f);
-  const uint8_t* mask = mask_of(op, keep, numel, f);
+  check_sizes(op, {"dh", dh}, sizes_of(cells, f), f.scalar_type(), {"f", f});
+  check_sizes(op, {"h", h}, sizes_of(cells, f), f.scalar_type(), {"f", f});
+  const uint8_t* mask = mask_of(op, keep, cells, f);
   Tensor df = empty_like(f, f.scalar_type()), dg = empty_like(g, g.scalar_type());
   Context context(f);
   dispatch_floating(op, f.scalar_type(), [&]<class S>() {
     TransducerJointBackward<S> program{data<S>(dh, "dh"), relu ? data<S>(h, "h") : nullptr, mask,
-                                       data<S>(df, "df"), static_cast<compute_t<S>>(scale)};
+                                       data<S>(df, "df"),
+                                       static_cast<compute_t<S>>(keep ? scale : 1)};
     TransducerJointBackward<S> of_labels = program;
     of_labels.gradient = data<S>(dg, "dg");
     cell_sums(context, cells, columns, program, of_labels);

@@ -40,7 +40,7 @@ Tensor backward(const char* op, const Tensor& dy_of_any_layout, const Tensor& y,
   int64_t rows = rows_of(op, "y", y, kScores == Scores::kCausal);
   check_tensors(op, {{"dy", dy_of_any_layout}});
   Tensor dy = as_contiguous(dy_of_any_layout);  // often one number, expanded
-  check_like(op, "dy", dy, y.numel(), y.scalar_type(), y);
+  check_sizes(op, {"dy", dy}, y.sizes(), y.scalar_type(), {"y", y});
   Tensor dx = empty_like(y, y.scalar_type());
   Context context(y);
   dispatch_floating(op, y.scalar_type(), [&]<class S>() {
