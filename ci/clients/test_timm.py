@@ -129,7 +129,6 @@ def test_model_with_fast_norm(monkeypatch):
     monkeypatch.setattr(fast_norm, "_USE_FAST_NORM", True)  # what timm.layers.set_fast_norm() sets
     fast = small_model()
     monkeypatch.undo()
-    monkeypatch.setattr(ours.native, "ELEMENTS", 0)  # up to which torch's kernel is the faster one
     plain = small_model()
     norms = sum(isinstance(m, torch.nn.LayerNorm) for m in fast.modules())
     x = torch.randn(2, 3, 64, 64)

@@ -72,7 +72,7 @@ def backward(
     input_or_output: Tensor,
     normalized_shape: _Shape,
     eps: float,
-    memory_efficient: bool,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Return dx of :func:`forward`."""
     return _layer_norm_backward(
@@ -99,7 +99,7 @@ def backward_affine(
     gamma: Tensor,
     beta: Tensor,
     eps: float,
-    memory_efficient: bool,
+    memory_efficient: bool = False,
 ) -> list[Tensor]:
     """Return ``[dx, dgamma, dbeta]`` of :func:`forward_affine` or its mixed-dtype variant."""
     return _layer_norm_backward(
@@ -147,7 +147,7 @@ def rms_backward(
     input_or_output: Tensor,
     normalized_shape: _Shape,
     eps: float,
-    memory_efficient: bool,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Return dx of :func:`rms_forward`."""
     return _rms_norm_backward(
@@ -163,7 +163,7 @@ def rms_backward_affine(
     normalized_shape: _Shape,
     gamma: Tensor,
     eps: float,
-    memory_efficient: bool,
+    memory_efficient: bool = False,
 ) -> list[Tensor]:
     """Return ``[dx, dgamma]`` of :func:`rms_forward_affine` or its mixed-dtype variant."""
     return _rms_norm_backward(

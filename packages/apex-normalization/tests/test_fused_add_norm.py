@@ -16,8 +16,6 @@ from apex_testkit import (
     opcheck_samples,
 )
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 EPS = 1e-5
 NORM_SHAPES = {**SHAPES, "one": (1, 33)}
 KINDS = ["layer", "rms"]

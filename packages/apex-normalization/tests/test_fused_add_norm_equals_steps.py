@@ -13,8 +13,6 @@ from apex.normalization.fused_layer_norm import (
 )
 from apex_testkit import FLOATS, HALVES, assert_as_accurate_as
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 EPS = 1e-5
 WIDE = torch.float32
 KINDS = ["layer", "rms"]

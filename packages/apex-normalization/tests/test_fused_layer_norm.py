@@ -15,8 +15,6 @@ from apex.normalization.fused_layer_norm import (
 from apex_testkit import FLOATS, LAYOUTS, SHAPES, assert_as_accurate_as
 from apex_testkit.devices import runs_gpu_kernels
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 EPS = 1e-5
 # A single column has no variance; test_one_column is about that.
 NORM_SHAPES = {**SHAPES, "one": (1, 33)}

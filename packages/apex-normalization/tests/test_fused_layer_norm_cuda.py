@@ -14,8 +14,6 @@ from apex.normalization.fused_layer_norm import (
     mixed_dtype_fused_rms_norm_affine,
 )
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 EPS = 1e-5
 SIGNATURES = {
     "forward": "input, normalized_shape, eps",
@@ -119,6 +117,21 @@ def test_not_affine_equals_weights_of_one(device):
     assert torch.equal(y, legacy.rms_forward_affine(x, (33,), one, EPS)[0])
     dx = legacy.rms_backward(dout, invvar, x, (33,), EPS, False)
     assert torch.equal(dx, legacy.rms_backward_affine(dout, invvar, x, (33,), one, EPS, False)[0])
+
+
+def test_backwards_without_memory_efficient():
+    """Older callers leave it out: False."""
+    x, dout = torch.randn(2, 5, 33)
+    gamma, beta = torch.rand(2, 33) + 0.5
+    _, mean, invvar = legacy.forward_affine(x, (33,), gamma, beta, EPS)
+    calls = [
+        (legacy.backward, (dout, mean, invvar, x, (33,), EPS)),
+        (legacy.backward_affine, (dout, mean, invvar, x, (33,), gamma, beta, EPS)),
+        (legacy.rms_backward, (dout, invvar, x, (33,), EPS)),
+        (legacy.rms_backward_affine, (dout, invvar, x, (33,), gamma, EPS)),
+    ]
+    for function, given in calls:
+        torch.testing.assert_close(function(*given), function(*given, False), rtol=0, atol=0)
 
 
 def test_refusals():

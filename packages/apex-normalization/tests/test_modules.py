@@ -19,8 +19,6 @@ from apex.normalization import (
 )
 from apex_testkit import FLOATS, assert_as_accurate_as
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 MODULES = [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm]
 TORCH = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 

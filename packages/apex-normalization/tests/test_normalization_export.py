@@ -22,8 +22,6 @@ from apex.normalization.fused_layer_norm import (
     ops,
 )
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 EPS = 1e-6
 C = 7  # columns
 

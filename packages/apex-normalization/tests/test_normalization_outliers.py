@@ -14,8 +14,6 @@ from apex.normalization.fused_layer_norm import (
 )
 from apex_testkit import assert_as_accurate_as
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 EPS = 1e-5
 
 

@@ -9,8 +9,6 @@ from apex.normalization.fused_add_norm import ops as add_ops
 from apex.normalization.fused_layer_norm import ops
 from apex_testkit.raw_calls import Call, run_random_calls
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-3
 CENTERED = ({}, {"zero_centered_gamma": True})  # what is absent has its default

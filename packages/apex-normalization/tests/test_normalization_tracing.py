@@ -14,8 +14,6 @@ from apex.normalization import (
     fused_add_rms_norm,
 )
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 C = 7  # columns
 
 

@@ -192,7 +192,6 @@ def test_dual_level(name, grad_enabled, device):
     torch.testing.assert_close(*tangents, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("our_kernels")
 @pytest.mark.parametrize("name", PAIRS)
 def test_vmap_without_gradients_is_fused(name, device):
     """A batch of rows is more rows for the kernel: the same bits, and no warning of a fallback."""

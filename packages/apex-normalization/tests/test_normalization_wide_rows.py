@@ -8,8 +8,6 @@ from apex.normalization.fused_add_norm import fused_add_layer_norm
 from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 from apex_testkit import assert_as_accurate_as
 
-pytestmark = pytest.mark.usefixtures("our_kernels")
-
 EPS = 1e-5
 # 48 KiB are 12,288 floats: one row kept by the forward pass, two of half the size by the backward.
 COLUMNS = {

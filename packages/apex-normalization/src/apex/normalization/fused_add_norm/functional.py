@@ -27,9 +27,8 @@ def fused_add_layer_norm(
 
     The sum is rounded to its dtype first, and ``y`` is the normalization of what is stored. The
     code for a row is that of :class:`FusedLayerNorm`, so add and norm as two steps give the same
-    bits (but for small tensors on the CPU, where that module calls torch's kernel). The
-    backward reads the sum, not its terms, and adds the gradient of ``s`` in the same pass: in 16
-    bits the two steps round once more there.
+    bits. The backward reads the sum, not its terms, and adds the gradient of ``s`` in the same
+    pass: in 16 bits the two steps round once more there.
 
     Args:
         x: ``[..., *weight.shape]``, what a layer returned.

@@ -17,12 +17,12 @@ from .functional import Shape, run_layer_norm, run_rms_norm
 class _Names:
     @classmethod
     def apply(cls, *arguments: Any, **options: Any) -> Tensor:
-        """Call the function, with our kernels at every size; autocast changes nothing."""
+        """Call the function; autocast changes nothing."""
         return cls.forward(None, *arguments, **options)
 
 
 class FusedLayerNormAffineFunction(_Names):
-    """Layer normalization with weight and bias, both in the input's dtype; bias may be None."""
+    """Layer normalization with weight and bias; bias may be None."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class FusedLayerNormFunction(_Names):
 
 
 class FusedRMSNormAffineFunction(_Names):
-    """RMS normalization with a weight in the input's dtype."""
+    """RMS normalization with a weight."""
 
     @staticmethod
     def forward(

@@ -86,9 +86,9 @@ def check_operands(
     bias: Tensor | None,
     shape: tuple[int, ...],
     eps: float,
-    mixed: bool,
+    mixed: bool = True,
 ) -> None:
-    """Check the operands of one normalization.
+    """Check the operands of one normalization; without ``mixed``, they must have one dtype.
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor, or dtypes do not go together.

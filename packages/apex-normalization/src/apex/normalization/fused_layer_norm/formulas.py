@@ -256,15 +256,31 @@ def kernel_dtypes(
     return torch.float32, torch.float32
 
 
+def result_dtype(x: Tensor, weight: Tensor | None, mixed: bool) -> torch.dtype:
+    """The dtype of a result: with ``mixed`` the weight's, else the input's, as from torch's norms.
+
+    Of a 16-bit weight with a wider input the result has the weight's in any case: a layer of
+    16-bit weights follows then, as in T5, whose feed-forward layers return float32.
+    """
+    if weight is None or weight.dtype == x.dtype:
+        return x.dtype
+    is_narrow = weight.dtype in _HALVES and x.dtype not in _HALVES
+    return weight.dtype if mixed or is_narrow else x.dtype
+
+
 def run(
     formula: Formula,
     x: Tensor,
     parameters: tuple[Tensor | None, ...],
     shape: tuple[int, ...],
     eps: float,
-    zero_centered_gamma: bool = False,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Normalize checked operands: as rows and vectors, in dtypes for which there is a kernel."""
+    """Normalize checked operands: as rows and vectors, in dtypes for which there is a kernel.
+
+    The kernels return the weight's dtype, which is rounded to ``dtype`` where that is another.
+    """
     weight, options = parameters[0], (math.prod(shape), eps, zero_centered_gamma)
     out_dtype = _output_dtype(x, weight)
     if x.dtype == out_dtype and len(shape) == 1 < x.dim():  # as nearly always: fewer questions
@@ -275,4 +291,4 @@ def run(
     vectors = [as_vector(p, weight_dtype) for p in parameters]
     y = formula(exact(rows, x_dtype), *vectors, *options)
     y = y if rows is x else y.reshape(x.shape)
-    return y if y.dtype == out_dtype else y.to(out_dtype)
+    return y if y.dtype == dtype else y.to(dtype)

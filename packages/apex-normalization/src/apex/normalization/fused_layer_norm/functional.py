@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.operands import autocast_norm, statistics_dtype
-from . import formulas, native
+from . import formulas
 from .checks import as_shape, check_operands, check_recoverable, rms_eps
 
 Shape = int | Sequence[int]
@@ -25,15 +25,19 @@ def run_layer_norm(
     mixed: bool = False,
     zero_centered_gamma: bool = False,
 ) -> Tensor:
-    """Check operands and run our kernels, whatever their size; ``name`` is the caller's."""
+    """Check operands and run our kernels; ``name`` is the caller's.
+
+    With ``mixed`` the result has the weight's dtype.
+    """
     shape = as_shape(normalized_shape)
-    check_operands(name, x, weight, bias, shape, eps, mixed)
+    check_operands(name, x, weight, bias, shape, eps)
     formula = formulas.layer_norm
     if memory_efficient:
         if _wants_gradients(x, weight, bias):
             check_recoverable(name, weight, zero_centered_gamma)
         formula = formulas.layer_norm_from_output
-    return formulas.run(formula, x, (weight, bias), shape, eps, zero_centered_gamma)
+    dtype = formulas.result_dtype(x, weight, mixed)
+    return formulas.run(formula, x, (weight, bias), shape, eps, zero_centered_gamma, dtype)
 
 
 def run_rms_norm(
@@ -46,15 +50,16 @@ def run_rms_norm(
     mixed: bool = False,
     zero_centered_gamma: bool = False,
 ) -> Tensor:
-    """Check operands and run our kernels; ``name`` is the caller's."""
+    """As :func:`run_layer_norm`, without a bias."""
     shape, eps = as_shape(normalized_shape), rms_eps(x, eps)
-    check_operands(name, x, weight, None, shape, eps, mixed)
+    check_operands(name, x, weight, None, shape, eps)
     formula = formulas.rms_norm
     if memory_efficient:
         if _wants_gradients(x, weight):
             check_recoverable(name, weight, zero_centered_gamma)
         formula = formulas.rms_norm_from_output
-    return formulas.run(formula, x, (weight,), shape, eps, zero_centered_gamma)
+    dtype = formulas.result_dtype(x, weight, mixed)
+    return formulas.run(formula, x, (weight,), shape, eps, zero_centered_gamma, dtype)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -79,16 +84,14 @@ def fused_layer_norm_affine(
     Mean and biased variance are computed in float32 (float64 for float64 input), from deviations
     from a number near the row's mean, so that rows far from zero keep their accuracy.
 
-    On the CPU ``torch.layer_norm`` serves inputs of at most 262,144 elements (65,536 of 16 bits) in
-    at most 1024 rows, where it is faster: see ``native.py``. Float32 results there are those of
-    :class:`torch.nn.LayerNorm`, whose gradients are less accurate where a row's mean is many times
-    its standard deviation. ``FusedLayerNormAffineFunction.apply`` runs our kernels at every size.
+    The same kernels serve every size, so a row has the same bits in every batch.
 
     Args:
         input: ``[..., *normalized_shape]``, float64, float32, float16 or bfloat16, any layout
             (non-contiguous input is copied first).
-        weight: ``normalized_shape``, in the input's dtype.
-        bias: like ``weight``, or None for zero.
+        weight: ``normalized_shape``, of any of these dtypes; those that differ from the input's
+            cost a cast, but for float32 beside a 16-bit input.
+        bias: like ``weight``, in its dtype, or None for zero.
         normalized_shape: sizes of the dimensions that are normalized together; an int is one.
         eps: added to the variance, in units of ``input ** 2``; ``>= 0``.
         memory_efficient: keep the output instead of the input for the backward, which saves memory
@@ -102,7 +105,10 @@ def fused_layer_norm_affine(
             0.001 counts, which 1.001 in bfloat16 would not.
 
     Returns:
-        Shape and dtype of ``input``; contiguous. Under autocast everything is cast to the autocast
+        Shape and dtype of ``input``, as from ``torch.nn.functional.layer_norm`` and ``rms_norm``;
+        contiguous. With a 16-bit weight and a wider input, which torch's ``layer_norm`` refuses,
+        the weight's dtype, as from Apex's ``manual_rms_norm`` and T5's norm: the 16-bit layer that
+        follows takes it. Under autocast everything is cast to the autocast
         dtype first, which then is the result's (``torch.nn.functional.layer_norm`` returns
         float32). float64 stays float64. Under amp's O1 and O4 the rule is that of their lists for
         ``layer_norm``: everything is cast to float32, which is the result's.
@@ -110,18 +116,12 @@ def fused_layer_norm_affine(
     Raises:
         ValueError: shapes or devices do not match, ``eps`` is negative, or a weight is zero with
             ``memory_efficient`` (-1 with ``zero_centered_gamma``).
-        TypeError: dtypes are not floating point or differ.
+        TypeError: a dtype is not floating point, or the bias has another than the weight.
         RuntimeError: with ``memory_efficient``, the gradient is differentiated again.
 
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
-    if not memory_efficient:
-        y = native.layer_norm(
-            input, weight, bias, normalized_shape, eps, False, zero_centered_gamma
-        )
-        if y is not None:
-            return y
     input, weight, bias = autocast_norm(input, weight, bias)
     name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
     return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
@@ -134,10 +134,6 @@ def fused_layer_norm(
 
     Here ``memory_efficient`` costs no accuracy beyond the output's rounding.
     """
-    if not memory_efficient:
-        y = native.layer_norm(input, None, None, normalized_shape, eps)
-        if y is not None:
-            return y
     (input,) = autocast_norm(input)
     return run_layer_norm(
         "fused_layer_norm", input, None, None, normalized_shape, eps, memory_efficient
@@ -154,15 +150,11 @@ def mixed_dtype_fused_layer_norm_affine(
     *,
     zero_centered_gamma: bool = False,
 ) -> Tensor:
-    """:func:`fused_layer_norm_affine` for weights of another dtype; the result has the weights'.
+    """:func:`fused_layer_norm_affine`, whose result has the weights' dtype, whatever the input's.
 
     Every pair of float64, float32, float16 and bfloat16 works; the result is rounded once. A 16-bit
     input with float32 weights is read and written directly; other pairs cost a cast.
     """
-    if not memory_efficient:
-        y = native.layer_norm(input, weight, bias, normalized_shape, eps, True, zero_centered_gamma)
-        if y is not None:
-            return y
     input, weight, bias = autocast_norm(input, weight, bias)
     name = "mixed_dtype_fused_layer_norm_affine"
     options = (memory_efficient, True, zero_centered_gamma)
@@ -211,7 +203,7 @@ def mixed_dtype_fused_rms_norm_affine(
     *,
     zero_centered_gamma: bool = False,
 ) -> Tensor:
-    """:func:`fused_rms_norm_affine` for a weight of another dtype; the result has the weight's."""
+    """:func:`fused_rms_norm_affine`, whose result has the weight's dtype, whatever the input's."""
     input, weight = autocast_norm(input, weight)
     name = "mixed_dtype_fused_rms_norm_affine"
     options = (memory_efficient, True, zero_centered_gamma)

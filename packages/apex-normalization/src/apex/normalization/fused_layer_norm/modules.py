@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from .._shared.native.operands import autocast_norm
-from . import native
 from .checks import as_shape, check_eps, mixed_options
 from .functional import (
     fused_layer_norm,
@@ -138,19 +137,17 @@ class FusedLayerNorm(_Norm):
         device, dtype: of the parameters.
 
     Shape and dtype:
-        Input ``[..., *normalized_shape]`` in float64, float32, float16 or bfloat16, and in the
-        weight's dtype; output the same. Under autocast the output has the autocast dtype,
-        under amp's O1 and O4 float32.
+        Input ``[..., *normalized_shape]`` in float64, float32, float16 or bfloat16, whatever the
+        weight's dtype; output the same. Of a 16-bit weight with a wider input the output has the
+        weight's dtype; :class:`MixedFusedLayerNorm` always returns that. Under autocast the output
+        has the autocast dtype, under amp's O1 and O4 float32.
 
     Raises:
         ValueError: shapes or devices do not match, or ``eps`` is negative.
-        TypeError: the input is not floating point, or not in the weight's dtype; use
-            :class:`MixedFusedLayerNorm` for that.
+        TypeError: the input is not floating point.
 
     Note:
-        ``state_dict`` has ``weight`` and ``bias``, as that of :class:`torch.nn.LayerNorm`. On the
-        CPU small inputs go to ``torch.layer_norm``; see
-        :func:`~apex.normalization.fused_layer_norm.fused_layer_norm_affine`.
+        ``state_dict`` has ``weight`` and ``bias``, as that of :class:`torch.nn.LayerNorm`.
 
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
@@ -195,14 +192,9 @@ class FusedLayerNorm(_Norm):
             weight, bias = self.weight, self.bias
         shape, eps, efficient = self.normalized_shape, self.eps, self.memory_efficient
         centered = self.zero_centered_gamma
-        if not efficient:
-            y = native.layer_norm(input, weight, bias, shape, eps, False, centered)
-            if y is not None:
-                return y
-            if weight is not None and type(input) is Tensor:  # what torch.fx records is none
-                name, options = "fused_layer_norm_affine", (efficient, False, centered)
-                operands = autocast_norm(input, weight, bias)
-                return run_layer_norm(name, *operands, shape, eps, *options)
+        if weight is not None and type(input) is Tensor:  # what torch.fx records is none
+            name, options = "fused_layer_norm_affine", (efficient, False, centered)
+            return run_layer_norm(name, *autocast_norm(input, weight, bias), shape, eps, *options)
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
         return fused_layer_norm_affine(
