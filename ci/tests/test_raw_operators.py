@@ -37,8 +37,7 @@ def test_valid_calls_and_tensors_without_memory(name):
             break
     else:
         pytest.fail(f"no valid call: complete raw_operators.SHAPES. {maker.refusal}")
-    own = {k: v for k, v in call.args.items() if isinstance(v, (torch.Tensor, list))}
-    for argument, value in own.items():
+    for argument in call.args:
         for how in (_freed, _short):
             check_without_memory(maker, seed, argument, how)
 
@@ -53,14 +52,8 @@ def check_without_memory(maker, seed, argument, how):
         return
     spoiled = how(random.Random(0), tensor, [])
     call.args[argument] = [*value[:-1], spoiled] if isinstance(value, list) else spoiled
-    try:
-        with torch.no_grad():
-            call.run(**call.args)
-    except RuntimeError as error:
-        assert argument in str(error), str(error)
-        assert "not allocated" in str(error), str(error)
-    else:
-        pytest.fail(f"{argument} was read, though its storage is too small ({how.__name__})")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=rf"{argument}\b.* not allocated"):
+        call.run(**call.args)
 
 
 @pytest.mark.parametrize("text", ["scale: no must be x", "scale: tensors is one", "other: outputs"])

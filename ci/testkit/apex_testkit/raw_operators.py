@@ -1,4 +1,4 @@
-"""A valid call of every raw operator, made from its schema and the shapes that its arguments have."""
+"""A valid call of every raw operator, made from its schema and the shapes of its arguments."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def test_positions_are_not_read_behind_their_storage():
     positions = torch.arange(5).repeat(2)[5:]
     positions.untyped_storage().resize_(5 * 8)
     for op in (ops.rotary_embedding_forward, ops.rotary_embedding_backward):
-        with pytest.raises(RuntimeError, match="positions is .* its data is not allocated"):
+        with pytest.raises(RuntimeError, match=r"positions is .* its data is not allocated"):
             op(x, cos, sin, positions, True)
 
 

@@ -112,6 +112,11 @@ Tensor backward(const Tensor& grad_losses, const Tensor& logits, const Tensor& m
   check_vector(kBackward, "grad_losses", grad_losses, o.rows, logits);
   check_vector(kBackward, "maxima", maxima, o.rows, logits);
   check_vector(kBackward, "sums_exp", sums_exp, o.rows, logits);
+  const ScalarType dtype = statistics_dtype(logits);
+  for (const NamedTensor& given : {NamedTensor{"maxima", maxima}, {"sums_exp", sums_exp}}) {
+    check(given.tensor->scalar_type() == dtype, kBackward, ": ", given.name, " must be ",
+          dtype_name(dtype), ", got ", dtype_name(given.tensor->scalar_type()), ".");
+  }
   Tensor grads = as_contiguous(grad_losses);  // often one number, expanded
   Tensor max = as_contiguous(maxima), sum_exp = as_contiguous(sums_exp);
   Tensor grad_logits = empty_like(logits, logits.scalar_type());

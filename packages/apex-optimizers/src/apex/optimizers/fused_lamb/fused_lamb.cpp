@@ -173,8 +173,9 @@ const S* numbers_near(const char* op, const char* name, const Tensor& numbers, s
   check_tensors(op, {{name, numbers}});
   bool is_near =
       numbers.is_cpu() == like.is_cpu() && numbers.get_device_index() == like.get_device_index();
-  check(is_near && numbers.is_contiguous() && static_cast<size_t>(numbers.numel()) == count, op,
-        ": ", name, " must hold ", count,
+  check(is_near && numbers.is_contiguous() && static_cast<size_t>(numbers.numel()) == count &&
+            numbers.scalar_type() == scalar_type_of<S>(),
+        op, ": ", name, " must hold ", count, " ", dtype_name(scalar_type_of<S>()),
         " numbers, one per tensor, on the device of the tensors (", describe(like), "), got ",
         describe(numbers), ".");
   return data<S>(numbers, name);

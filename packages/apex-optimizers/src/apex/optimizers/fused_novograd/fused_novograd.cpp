@@ -94,7 +94,11 @@ void novograd_step(const TensorList& params, const TensorList& grads, const Tens
   if (params.empty()) return;
   TensorTable grad_table = make_table(kOp, {g}, Empty::kKeep);
   check_norms("norms", norms, params);
-  if (given_norms) check_norms("grad_norms", *given_norms, params);
+  if (given_norms) {
+    check_norms("grad_norms", *given_norms, params);
+    check(given_norms->scalar_type() == ScalarType::Double, kOp,
+          ": grad_norms must be float64, got ", dtype_name(given_norms->scalar_type()), ".");
+  }
   ScalarType dtype = params[0].scalar_type();
   check(grads[0].scalar_type() == dtype, kOp, ": params are ", dtype_name(dtype),
         ", but grads are ", dtype_name(grads[0].scalar_type()),

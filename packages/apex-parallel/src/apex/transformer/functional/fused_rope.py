@@ -112,9 +112,9 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
 
     Raises:
         TypeError: a dtype is not one of those above.
-        ValueError: shapes or devices do not fit, or on a CPU ``cu_seqlens`` falls, or begins or ends
-            elsewhere. A GPU does not check that: tokens behind the end go on counting, and where
-            ``cu_seqlens`` falls, positions have no meaning.
+        ValueError: shapes or devices do not fit, or on a CPU ``cu_seqlens`` falls, or begins or
+            ends elsewhere. A GPU does not check that: tokens behind the end go on counting, and
+            where ``cu_seqlens`` falls, positions have no meaning.
     """
     name = "fused_apply_rotary_pos_emb_thd"
     cos, sin = checked_rope.tables_of_angles(name, t, freqs)

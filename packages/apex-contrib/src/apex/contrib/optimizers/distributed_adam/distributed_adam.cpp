@@ -56,10 +56,10 @@ const float* scales_data(const char* op, const char* name, const MaybeTensor& sc
   check_tensors(op, {{name, *scales}});
   const Tensor like = lists[0];
   check(scales->numel() == 3 * static_cast<int64_t>(lists.size()) && scales->is_contiguous() &&
-            scales->is_cpu() == like.is_cpu() &&
+            scales->scalar_type() == ScalarType::Float && scales->is_cpu() == like.is_cpu() &&
             scales->get_device_index() == like.get_device_index(),
         op, ": ", name, " must be contiguous, three numbers per fragment (", 3 * lists.size(),
-        "), on the fragments' device, got ", describe(*scales), ".");
+        "), float32, on the fragments' device, got ", describe(*scales), ".");
   return data<float>(*scales, name);
 }
 

@@ -142,9 +142,11 @@ const double* numbers_near(const char* op, const char* name, const Tensor& numbe
   bool is_near =
       numbers.is_cpu() == like.is_cpu() && numbers.get_device_index() == like.get_device_index();
   int64_t count = width * static_cast<int64_t>(lists.size());
-  check(is_near && numbers.is_contiguous() && numbers.numel() == count, op, ": ", name,
-        " must be contiguous, ", count, " float64 numbers on the device of the tensors (",
-        describe(like), "), got ", describe(numbers), ".");
+  check(is_near && numbers.is_contiguous() && numbers.numel() == count &&
+            numbers.scalar_type() == ScalarType::Double,
+        op, ": ", name, " must be contiguous, ", count,
+        " float64 numbers on the device of the tensors (", describe(like), "), got ",
+        describe(numbers), ".");
   return data<double>(numbers, name);
 }
 
