@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex.transformer.tensor_parallel import broadcast_data, memory
+from apex.transformer.tensor_parallel import broadcast_data, data, memory
 from apex_testkit.model_parallel import model_parallel
 
 
@@ -32,6 +32,30 @@ def check_broadcast(rank, world):
         assert broadcast_data([], {}, torch.int64) == {}
 
 
+def check_sizes(rank, world):
+    """Told by the first rank of each tensor-parallel group; the others bring nothing."""
+    with model_parallel(2):
+        source = rank // 2 * 2
+        given = {
+            "ids": torch.zeros(7 + source, 11, dtype=torch.int64),
+            "mask": torch.zeros(8, 2, 1, 2, 3, 5, dtype=torch.bool),
+            "empty": torch.zeros(0, 4),
+            "scalar": torch.tensor(1.0),
+        }
+        mine = given if rank == source else (None, {"ids": torch.zeros(1)})[rank // 2]
+        sizes, numels, total = data._build_key_size_numel_dictionaries(list(given), mine)
+        assert sizes == {key: list(tensor.shape) for key, tensor in given.items()}
+        assert numels == {key: tensor.numel() for key, tensor in given.items()}
+        assert total == sum(numels.values())
+        assert list(sizes) == list(numels) == list(given)
+        assert all(type(n) is int for n in numels.values())
+        with pytest.raises(KeyError, match="data has no 'other'"):
+            data._build_key_size_numel_dictionaries(["ids", "other"], mine)
+        with pytest.raises(TypeError, match="expected a dict of tensors on the first"):
+            data._build_key_size_numel_dictionaries(["ids"], None)
+        assert data._build_key_size_numel_dictionaries([], mine) == ({}, {}, 0)
+
+
 def check_errors(rank, world):
     """What is wrong on the first rank is an error on all, and nobody waits."""
     with model_parallel(2):
@@ -48,6 +72,7 @@ def check_errors(rank, world):
 
 def test_broadcast(four_ranks):
     four_ranks(check_broadcast)
+    four_ranks(check_sizes)
     four_ranks(check_errors)
 
 

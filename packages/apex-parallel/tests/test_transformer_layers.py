@@ -96,7 +96,8 @@ def check_column(rank, world, tensor):
             (True, False, False),
             (True, False, True),
             (False, False, False),
-            (False, True, False),
+            (False, False, None),
+            (False, True, None),
             (False, True, True),
         ]
         for variant, ways in itertools.product(variants, communication):
@@ -364,12 +365,16 @@ def check_initialisation(rank, world):
 def check_errors(rank, world):
     with model_parallel(world):
         options = {"use_cpu_initialization": True}
-        with pytest.raises(ValueError, match=f"{world + 1} is not divisible by {world}"):
-            ColumnParallelLinear(4, world + 1, **options)
-        with pytest.raises(ValueError, match="is not divisible"):
-            RowParallelLinear(world + 1, 4, **options)
-        with pytest.raises(ValueError, match="is not divisible"):
-            VocabParallelEmbedding(world + 1, 4, **options)
+        both = {
+            "no_async_tensor_model_parallel_allreduce": False,
+            "sequence_parallel_enabled": True,
+        }
+        with pytest.raises(RuntimeError) as refused:
+            ColumnParallelLinear(IN, OUT, **both, **options)
+        assert str(refused.value) == (
+            "`async_tensor_model_parallel_allreduce` and `sequence_parallel_enabled` cannot be "
+            "enabled at the same time."
+        )
         with pytest.raises(RuntimeError, match="pass input_is_parallel=True"):
             RowParallelLinear(IN, OUT, sequence_parallel_enabled=True, **options)
         layer = ColumnParallelLinear(IN, OUT, sequence_parallel_enabled=True, **options)

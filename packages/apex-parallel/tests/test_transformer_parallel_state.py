@@ -25,22 +25,22 @@ def enumerated(world, tensor, pipeline, split):
     stages = {
         "embedding": {0, pipeline - 1} | ({split} if split else set()),
         "position_embedding": {0} | ({split} if split else set()),
-        "encoder_relative_position_embedding": set(range(split)) if split else {0},
-        "decoder_relative_position_embedding": set(P) - set(range(split)) if split else {0},
+        "encoder_relative_position_embedding": {0} if split is None else set(range(split)),
+        "decoder_relative_position_embedding": {0} if split is None else set(P) - set(range(split)),
     }
     return {
         "tensor_model_parallel": [[number(p, d, t) for t in T] for p in P for d in D],
         "data_parallel": [[number(p, d, t) for d in D] for p in P for t in T],
         "pipeline_model_parallel": pipelines,
         "model_parallel": [[number(p, d, t) for p in P for t in T] for d in D],
-        **{k: [[r[s] for s in sorted(v)] for r in pipelines] for k, v in stages.items()},
+        **{k: [[r[s] for s in sorted(v)] for r in pipelines if v] for k, v in stages.items()},
     }
 
 
 @pytest.mark.parametrize("world", [1, 4, 6, 16, 24])
 def test_layout(world):
     for tensor, pipeline in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 6)):
-        for split in (None, 1, 3):
+        for split in (None, 0, 1, 3):
             if world % (tensor * pipeline) or (split or 0) >= pipeline > 1:
                 continue
             split = split if pipeline > 1 else None
@@ -97,6 +97,8 @@ def check_all_groups(rank, world):
             check_groups(rank, world, sizes, None)
     if world == 4:
         check_groups(rank, world, (1, 4), 2)
+        check_groups(rank, world, (1, 4), 0)
+        check_groups(rank, world, (2, 2), 0)
 
 
 def test_groups(two_ranks, four_ranks):
@@ -129,6 +131,29 @@ def check_split_and_virtual(rank, world):
     assert state.get_virtual_pipeline_model_parallel_world_size() is None
 
 
+def check_decoder_only(rank, world):
+    """The whole pipeline is behind the split, in every layout."""
+    state = parallel_state
+    for tensor in (1, 2, 4):
+        pipeline = world // tensor
+        with model_parallel(tensor, pipeline, pipeline_model_parallel_split_rank_=0):
+            assert state.get_pipeline_model_parallel_split_rank() == 0
+            assert state.is_pipeline_stage_after_split()
+            assert state.is_pipeline_stage_before_split() == (pipeline == 1)
+            assert state.is_pipeline_stage_at_split() == (pipeline == 1)
+            assert not state.is_pipeline_stage_before_split(0) or pipeline == 1
+            assert state.get_tensor_model_parallel_src_rank() == rank // tensor * tensor
+            decoder = state.get_decoder_relative_position_embedding_group()
+            assert dist.get_process_group_ranks(decoder) == list(
+                range(rank % tensor, world, tensor)
+            )
+            assert state.is_rank_in_decoder_relative_position_embedding_group()
+            if pipeline > 1:
+                assert not state.is_rank_in_encoder_relative_position_embedding_group()
+                with pytest.raises(RuntimeError, match="encoder_relative_position_embedding"):
+                    state.get_encoder_relative_position_embedding_group()
+
+
 def check_backends(rank, world):
     """A backend of its own for the pipeline; two worlds after each other; a destroyed world."""
     for _ in range(2):
@@ -153,6 +178,7 @@ def check_missing_backend(rank, world):
 
 def test_split_virtual_and_backends(four_ranks):
     four_ranks(check_split_and_virtual)
+    four_ranks(check_decoder_only)
     four_ranks(check_backends)
     four_ranks(check_missing_backend)
 
@@ -162,10 +188,11 @@ def check_errors(rank, world):
     bad = [
         ((0, 1), ValueError, "tensor_model_parallel_size_: expected at least 1, got 0"),
         ((1, 2, 2), ValueError, "more than 2 stages"),
-        ((1, 2, None, 2), ValueError, "expected 1 to 1, got 2"),
+        ((1, 2, None, 2), ValueError, "split_rank_: expected 0 to 1, .* got 2"),
+        ((1, 2, None, -1), ValueError, "split_rank_: expected 0 to 1, .* got -1"),
         ((3, 1), RuntimeError, "4 ranks are not divisible by 3 tensor-parallel ranks"),
     ]
-    for arguments, error, text in bad[: 3 + (world == 4)]:
+    for arguments, error, text in bad[: 4 + (world == 4)]:
         with pytest.raises(error, match=text):
             parallel_state.initialize_model_parallel(*arguments)
         assert parallel_state._state == parallel_state.State()

@@ -69,7 +69,7 @@ def initialize_model_parallel(
         virtual_pipeline_model_parallel_size_: chunks of the model on every rank, for the
             interleaved schedule; it needs more than two stages.
         pipeline_model_parallel_split_rank_: the first stage of the decoder, for models with an
-            encoder and a decoder.
+            encoder and a decoder. With 0 the whole pipeline belongs to the decoder.
         default_backend: backend of all groups but the pipeline's; by default the world's.
         p2p_backend: backend of the pipeline's groups; by default the world's.
 
@@ -100,9 +100,10 @@ def initialize_model_parallel(
             "virtual_pipeline_model_parallel_size_: needs a pipeline of more than 2 stages, "
             f"got {pipeline_model_parallel_size_}"
         )
-    if split is not None and pipeline > 1 and not 0 < split < pipeline:
+    if split is not None and pipeline > 1 and not 0 <= split < pipeline:
         raise ValueError(
-            f"pipeline_model_parallel_split_rank_: expected 1 to {pipeline - 1}, got {split}"
+            f"pipeline_model_parallel_split_rank_: expected 0 to {pipeline - 1}, a stage of the "
+            f"pipeline, got {split}"
         )
     for name, backend in (("default_backend", default_backend), ("p2p_backend", p2p_backend)):
         _check_backend(name, backend)
@@ -159,6 +160,8 @@ def _make_groups(
         if members is layout["pipeline_model_parallel"] and name != "pipeline_model_parallel":
             # A pipeline of one stage: all its groups are that rank alone.
             own = groups["pipeline_model_parallel"]
+        elif not members:  # of an encoder that has no stage
+            own = None
         else:
             own, _ = dist.new_subgroups_by_enumeration(
                 members, timeout=timeout, backend=backends[name], group_desc=name
@@ -166,7 +169,7 @@ def _make_groups(
         if own is not None:
             groups[name] = own
         mine = [r for r in members if rank in r]
-        ranks[name] = mine[0] if mine else members[row]
+        ranks[name] = mine[0] if mine else members[row] if members else []
     return groups, ranks
 
 
@@ -258,7 +261,10 @@ def get_position_embedding_group() -> ProcessGroup:
 
 
 def get_encoder_relative_position_embedding_group() -> ProcessGroup:
-    """The pipeline's ranks before the split; its first rank where there is no split."""
+    """The pipeline's ranks before the split; its first rank where there is no split.
+
+    ``RuntimeError`` if the whole pipeline is behind the split.
+    """
     return _group("encoder_relative_position_embedding")
 
 

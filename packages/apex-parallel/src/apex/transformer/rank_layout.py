@@ -33,7 +33,8 @@ def ranks_of_groups(
 
     Args:
         world: number of ranks, a multiple of ``tensor * pipeline``.
-        split: the first stage of the decoder, or None.
+        split: the first stage of the decoder, or None. With 0 there is no encoder, and no group of
+            its stages.
     """
     stage = world // pipeline  # ranks of one stage
     data = [
@@ -50,14 +51,14 @@ def ranks_of_groups(
     }
     if pipeline == 1:
         return groups | dict.fromkeys(GROUPS[4:], pipelines)
-    ends = [0, *([] if split is None else [split])]
+    ends = {0, 0 if split is None else split}
     stages = {
         "embedding": sorted({*ends, pipeline - 1}),
-        "position_embedding": ends,
-        "encoder_relative_position_embedding": range(split or 1),
+        "position_embedding": sorted(ends),
+        "encoder_relative_position_embedding": range(1 if split is None else split),
         "decoder_relative_position_embedding": [0] if split is None else range(split, pipeline),
     }
     return groups | {
-        name: [[ranks[stage] for stage in chosen] for ranks in pipelines]
+        name: [[ranks[stage] for stage in chosen] for ranks in pipelines if chosen]
         for name, chosen in stages.items()
     }

@@ -126,13 +126,15 @@ def device() -> torch.device:
 def outgoing(tensor: Tensor, shape: Shape | None, dtype: torch.dtype, what: str) -> Tensor:
     """``tensor`` as it is sent: checked, of the dtype of the wire, contiguous.
 
-    Raises ``ValueError`` if it has not the shape that the other stage expects.
+    A tensor of another shape than the other stage expects is sent if it has as many numbers; there
+    it has the expected shape. Raises ``ValueError`` if it has not.
     """
-    if shape is not None and tuple(tensor.shape) != tuple(shape):
+    if shape is not None and tensor.numel() != math.prod(shape):
         stage = parallel_state.get_pipeline_model_parallel_rank()
         raise ValueError(
             f"tensor_shape: {what} has shape {list(tensor.shape)} on pipeline stage {stage}, "
-            f"but {list(shape)} is what the next stage expects"
+            f"{tensor.numel()} numbers, but the other stage expects the {math.prod(shape)} of "
+            f"{list(shape)}. Give as tensor_shape the shape of what stages hand on."
         )
     return tensor.detach().to(dtype).contiguous()
 
@@ -213,7 +215,8 @@ def _communicate(
         tensor_send_prev: a gradient, or None.
         recv_prev: whether to receive an input.
         recv_next: whether to receive a gradient.
-        tensor_shape: of all tensors; with sequence parallelism already this rank's part.
+        tensor_shape: of what is received; with sequence parallelism already this rank's part. What
+            is sent has as many numbers.
         override_scatter_gather_tensors_in_pipeline: send whole tensors, whatever else is said.
         dtype_: dtype on the wire; by default ``params_dtype``, or float32 if that is None or
             ``fp32_residual_connection``. Tensors that are sent are cast to it.
@@ -230,7 +233,7 @@ def _communicate(
 
     Raises:
         RuntimeError: a tensor is to be received and ``tensor_shape`` is None; or a transfer failed.
-        ValueError: a tensor that is sent has another shape.
+        ValueError: a tensor that is sent has another number of elements.
     """
     if tensor_shape is None and (recv_prev or recv_next):
         raise RuntimeError("tensor_shape: must be given, to receive a tensor")

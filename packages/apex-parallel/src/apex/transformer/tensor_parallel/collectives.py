@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import parallel_state
 from ..single_collectives import all_gather_single, reduce_scatter_single
-from ..utils import divide
+from ..utils import tensor_rank_share
 
 
 @dataclass
@@ -48,7 +48,7 @@ def reduce_scatter(x: Tensor) -> Pending:
 
     Raises ``ValueError`` if the dimension is not divisible: gloo would not notice.
     """
-    size = divide(x.shape[0], parallel_state.get_tensor_model_parallel_world_size())
+    size = tensor_rank_share("reduce_scatter: first dimension of x", x.shape[0])
     group = parallel_state.get_tensor_model_parallel_group()
     if x.is_cpu:  # gloo's reduce_scatter is an all_reduce that runs before the call returns
         rank = parallel_state.get_tensor_model_parallel_rank()

@@ -36,7 +36,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         # What the target distribution gives to every token, and to the target beyond that.
         ctx.others = label_smoothing / max(world * logits.shape[-1] - 1, 1)
         ctx.target = 1.0 - label_smoothing - ctx.others
-        largest = _over_ranks(logits.amax(dim=-1).to(dtype), dist.ReduceOp.MAX)
+        largest = _largest(logits, dtype)
         is_here = (target >= first) & (target < last)
         local = torch.where(is_here, target - first, 0)
         below = logits - largest.unsqueeze(-1)
@@ -60,6 +60,30 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         labels = is_here.unsqueeze(-1).to(grad.dtype).mul_(-ctx.target)
         grad.scatter_add_(-1, local.unsqueeze(-1), labels)
         return grad.mul_(grad_output.unsqueeze(-1)).to(logits.dtype), None, None
+
+
+def _largest(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest logit per token, over all ranks.
+
+    The same all-reduce compares the ranks' parts of the vocabulary: with parts of different sizes
+    the ids of a rank would not be those of its logits. On a GPU nobody waits for the answer.
+    """
+    largest, part = logits.amax(dim=-1).to(dtype), logits.shape[-1]
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return largest
+    ends = (largest.new_full((1,), float(part)), largest.new_full((1,), -float(part)))
+    reduced = _over_ranks(torch.cat((largest.reshape(-1), *ends)), dist.ReduceOp.MAX)
+    most, least = reduced[-2], -reduced[-1]
+    remedy = (
+        "vocab_parallel_cross_entropy: vocab_parallel_logits: the last dimension differs between "
+        "tensor-parallel ranks. Pad the vocabulary to a multiple of their number, and give every "
+        "rank the same part"
+    )
+    if not largest.is_cpu:
+        torch._assert_async(most == least, remedy)
+    elif most != least:
+        raise ValueError(f"{remedy}: here it is {part}, and {int(least)} to {int(most)} elsewhere.")
+    return reduced[:-2].view(largest.shape)
 
 
 def _differentiable_loss(
@@ -107,7 +131,8 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TypeError: ``target`` is not int64, or logits are not floating point.
-        ValueError: the shapes do not fit, or ``label_smoothing`` is out of range.
+        ValueError: the shapes do not fit, ``label_smoothing`` is out of range, or the ranks' parts
+            of the vocabulary differ in size. That last one is a device assertion on a GPU.
     """
     name, logits = "vocab_parallel_cross_entropy", vocab_parallel_logits
     if target.dtype != torch.int64 or not logits.is_floating_point():

@@ -13,7 +13,7 @@ from torch.nn import init
 
 from .. import parallel_state
 from ..placement import current_device
-from ..utils import divide
+from ..utils import divide, tensor_rank_share
 from .linear import (
     LinearWithGradAccumulationAndAsyncCommunication,
     linear_with_grad_accumulation_and_async_allreduce,
@@ -111,10 +111,18 @@ def _initialize_affine_weight_cpu(
     state of the CPU's generator.
     """
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
+    block = divide(
+        per_partition_size,
+        stride,
+        what="stride: a rank's part of the weight",
+        by="blocks",
+        remedy="Make output_size of a column-parallel layer, or input_size of a row-parallel one, "
+        f"a multiple of ranks x {stride}; or leave stride at 1.",
+    )
     whole = torch.empty(output_size, input_size, dtype=torch.float32, device="cpu")
     init_method(whole)
     whole = whole.to(params_dtype)
-    blocks = whole.split(divide(per_partition_size, stride), dim=partition_dim)
+    blocks = whole.split(block, dim=partition_dim)
     rank = parallel_state.get_tensor_model_parallel_rank()
     mine = blocks[rank :: parallel_state.get_tensor_model_parallel_world_size()]
     with torch.no_grad():
@@ -132,6 +140,9 @@ class VocabParallelEmbedding(nn.Module):
             the state that :func:`model_parallel_cuda_manual_seed` makes.
         params_dtype: dtype of ``weight``, ``[num_embeddings / ranks, embedding_dim]``.
         use_cpu_initialization: make the whole weight on the CPU on every rank and keep a part.
+
+    Raises:
+        ValueError: the ranks do not divide ``num_embeddings``.
     """
 
     def __init__(
@@ -146,7 +157,9 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.tensor_model_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-        self.num_embeddings_per_partition = divide(num_embeddings, self.tensor_model_parallel_size)
+        self.num_embeddings_per_partition = tensor_rank_share(
+            "VocabParallelEmbedding: num_embeddings", num_embeddings
+        )
         self.vocab_start_index, self.vocab_end_index = (
             VocabUtility.vocab_range_from_per_partition_vocab_size(
                 self.num_embeddings_per_partition,
@@ -233,7 +246,8 @@ class ColumnParallelLinear(_ParallelLinear):
         keep_master_weight_for_test: keep the whole ``A`` as ``master_weight``, if it was made.
         skip_bias_add: return the bias instead of adding it, for a fused operation that follows.
         no_async_tensor_model_parallel_allreduce: add the input's gradients over the ranks after
-            the weight's gradient is computed, not meanwhile.
+            the weight's gradient is computed, not meanwhile. By default that is so with
+            ``sequence_parallel_enabled`` alone, which adds them itself.
         params_dtype: dtype of the parameters.
         use_cpu_initialization: make the whole weight on the CPU on every rank and keep a part.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` in place,
@@ -244,6 +258,11 @@ class ColumnParallelLinear(_ParallelLinear):
     Attributes:
         weight: ``[output_size / ranks, input_size]``.
         bias: ``[output_size / ranks]`` or None.
+
+    Raises:
+        ValueError: the ranks do not divide ``output_size``.
+        RuntimeError: ``sequence_parallel_enabled`` with
+            ``no_async_tensor_model_parallel_allreduce=False``, on more than one rank.
     """
 
     def __init__(
@@ -257,7 +276,7 @@ class ColumnParallelLinear(_ParallelLinear):
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         *,
-        no_async_tensor_model_parallel_allreduce: bool = False,
+        no_async_tensor_model_parallel_allreduce: bool | None = None,
         params_dtype: torch.dtype = torch.float32,
         use_cpu_initialization: bool = False,
         gradient_accumulation_fusion: bool = False,
@@ -274,16 +293,23 @@ class ColumnParallelLinear(_ParallelLinear):
             )
             sequence_parallel_enabled = False
         self.input_size, self.output_size = input_size, output_size
-        self.output_size_per_partition = divide(output_size, world)
+        self.output_size_per_partition = tensor_rank_share(
+            "ColumnParallelLinear: output_size", output_size
+        )
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.accumulation_in_fp16 = accumulation_in_fp16
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        if no_async_tensor_model_parallel_allreduce is None:
+            no_async_tensor_model_parallel_allreduce = sequence_parallel_enabled
         self.async_tensor_model_parallel_allreduce = (
-            not no_async_tensor_model_parallel_allreduce
-            and world > 1
-            and not sequence_parallel_enabled
+            not no_async_tensor_model_parallel_allreduce and world > 1
         )
+        if self.async_tensor_model_parallel_allreduce and sequence_parallel_enabled:
+            raise RuntimeError(
+                "`async_tensor_model_parallel_allreduce` and `sequence_parallel_enabled` cannot be "
+                "enabled at the same time."
+            )
         keeps_whole = keep_master_weight_for_test
         making = _Making(init_method, params_dtype, use_cpu_initialization, stride, keeps_whole)
         self._divide((self.output_size_per_partition, input_size), 0, making, bias)
@@ -329,6 +355,7 @@ class RowParallelLinear(_ParallelLinear):
             to add its gradients over the tensor-parallel ranks.
 
     Raises:
+        ValueError: the ranks do not divide ``input_size``.
         RuntimeError: ``sequence_parallel_enabled`` without ``input_is_parallel``.
     """
 
@@ -354,9 +381,10 @@ class RowParallelLinear(_ParallelLinear):
             raise RuntimeError(
                 "RowParallelLinear: with sequence_parallel_enabled, pass input_is_parallel=True"
             )
-        world = parallel_state.get_tensor_model_parallel_world_size()
         self.input_size, self.output_size = input_size, output_size
-        self.input_size_per_partition = divide(input_size, world)
+        self.input_size_per_partition = tensor_rank_share(
+            "RowParallelLinear: input_size", input_size
+        )
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.accumulation_in_fp16 = accumulation_in_fp16
@@ -368,7 +396,13 @@ class RowParallelLinear(_ParallelLinear):
             self.bias.sequence_parallel_enabled = sequence_parallel_enabled
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[*, input_size]`` (or a part) to ``[*, output_size]`` and the bias if not added."""
+        """``[*, input_size]`` (or a part) to ``[*, output_size]`` and the bias if not added.
+
+        Raises ``ValueError`` with ``sequence_parallel_enabled`` if the ranks do not divide the
+        first dimension.
+        """
+        if self.sequence_parallel_enabled:
+            tensor_rank_share("RowParallelLinear: first dimension of input_", input_.shape[0])
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_)
         partial = self._multiply(input_, None, is_async=False, gathers=False)

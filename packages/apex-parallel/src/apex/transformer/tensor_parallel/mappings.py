@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import parallel_state
-from ..utils import divide
+from ..utils import tensor_rank_share
 from . import collectives
-from .utils import split_tensor_along_last_dim
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",
@@ -42,9 +41,8 @@ def _split_along_last_dim(input_: Tensor) -> Tensor:
     """This rank's part of the last dimension, contiguous."""
     if _is_alone():
         return input_
-    parts = split_tensor_along_last_dim(
-        input_, parallel_state.get_tensor_model_parallel_world_size()
-    )
+    what = "scatter_to_tensor_model_parallel_region: last dimension of input_"
+    parts = input_.split(tensor_rank_share(what, input_.shape[-1]), dim=-1)
     return parts[parallel_state.get_tensor_model_parallel_rank()].contiguous()
 
 
@@ -52,7 +50,8 @@ def _split_along_first_dim(input_: Tensor) -> Tensor:
     """This rank's part of the first dimension, contiguous."""
     if _is_alone():
         return input_
-    size = divide(input_.shape[0], parallel_state.get_tensor_model_parallel_world_size())
+    what = "scatter_to_sequence_parallel_region: first dimension of input_"
+    size = tensor_rank_share(what, input_.shape[0])
     start = parallel_state.get_tensor_model_parallel_rank() * size
     return input_[start : start + size].contiguous()
 
@@ -75,6 +74,8 @@ def _reduce_scatter_along_first_dim(input_: Tensor) -> Tensor:
     """This rank's part, along the first dimension, of the sum over ranks."""
     if _is_alone():
         return input_
+    what = "reduce_scatter_to_sequence_parallel_region: first dimension of input_"
+    tensor_rank_share(what, input_.shape[0])
     copy = input_.clone(memory_format=torch.contiguous_format) if input_.is_cpu else input_
     return collectives.reduce_scatter(copy).wait()
 
@@ -215,5 +216,8 @@ def gather_from_sequence_parallel_region(input_: Tensor, to_model_parallel: bool
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over the tensor-parallel ranks."""
+    """This rank's part, along the first dimension, of the sum over the tensor-parallel ranks.
+
+    ``ValueError`` if the dimension is not divisible.
+    """
     return _ReduceScatterToSequenceParallelRegion.apply(input_)

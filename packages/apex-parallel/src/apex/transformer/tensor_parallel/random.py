@@ -14,7 +14,12 @@ from torch import Tensor
 
 from .. import parallel_state
 from ..placement import current_device
-from ..utils import divide, gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from ..utils import (
+    divide,
+    gather_split_1d_tensor,
+    split_tensor_into_1d_equal_chunks,
+    tensor_rank_share,
+)
 from .memory import MemoryBuffer, allocate_mem_buff
 
 __all__ = [
@@ -48,11 +53,21 @@ def init_checkpointed_activations_memory_buffer(
     global _checkpointed_activations
     if _checkpointed_activations is not None:
         raise RuntimeError("the buffer of checkpointed activations was made before")
-    elements = micro_batch_size * max_position_embeddings * hidden_size
-    numel = divide(elements, tensor_model_parallel_size) * divide(num_layers, checkpoint_num_layers)
+    name = "init_checkpointed_activations_memory_buffer"
+    elements = divide(
+        micro_batch_size * max_position_embeddings * hidden_size,
+        tensor_model_parallel_size,
+        what=f"{name}: micro_batch_size * max_position_embeddings * hidden_size",
+        by="ranks (tensor_model_parallel_size)",
+    )
+    layers = divide(
+        *(num_layers, checkpoint_num_layers),
+        what=f"{name}: num_layers",
+        by="layers at once (checkpoint_num_layers)",
+    )
     dtype = torch.float16 if fp16 else torch.float32
     name = "checkpointed activations"
-    _checkpointed_activations = allocate_mem_buff(name, numel, dtype, track_usage=False)
+    _checkpointed_activations = allocate_mem_buff(name, elements * layers, dtype, track_usage=False)
 
 
 def reset_checkpointed_activations_memory_buffer() -> None:
@@ -215,6 +230,9 @@ class CheckpointFunction:
 
         keeping = contextlib.nullcontext()
         if distribute_saved_activations and args:
+            if isinstance(args[0], Tensor):
+                what = "checkpoint: distribute_saved_activations: elements of the first argument"
+                tensor_rank_share(what, args[0].numel())
             keeping = _distributed(args[0])
         with keeping:
             return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
@@ -232,5 +250,8 @@ def checkpoint(function: Callable, distribute_saved_activations: bool, *args: An
             argument, which must be the same on all ranks of the group and divisible by their
             number, and gather it in the backward.
         args: any objects. Tensors among them are kept.
+
+    Raises:
+        ValueError: ``distribute_saved_activations``, and the ranks do not divide the argument.
     """
     return CheckpointFunction.apply(function, distribute_saved_activations, *args)

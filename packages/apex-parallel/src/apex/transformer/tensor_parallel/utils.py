@@ -17,7 +17,9 @@ def split_tensor_along_last_dim(
     The parts are views, or copies with ``contiguous_split_chunks``. Raises ``ValueError`` if the
     dimension is not divisible.
     """
-    parts = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    what = "split_tensor_along_last_dim: last dimension of tensor"
+    size = divide(tensor.shape[-1], num_partitions, what=what, by="partitions (num_partitions)")
+    parts = tensor.split(size, dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
@@ -36,7 +38,13 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """The range of ``rank``, where all ranks together have ``global_vocab_size`` ids."""
+        """The range of ``rank``, where all ranks together have ``global_vocab_size`` ids.
+
+        ``ValueError`` if ``world_size`` does not divide it.
+        """
+        what = "vocab_range_from_global_vocab_size: global_vocab_size"
         return VocabUtility.vocab_range_from_per_partition_vocab_size(
-            divide(global_vocab_size, world_size), rank, world_size
+            divide(global_vocab_size, world_size, what=what, by="ranks (world_size)"),
+            rank,
+            world_size,
         )

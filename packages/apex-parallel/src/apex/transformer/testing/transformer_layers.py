@@ -29,7 +29,7 @@ from ..tensor_parallel import (
     checkpoint,
     get_cuda_rng_tracker,
 )
-from ..utils import divide
+from ..utils import divide, tensor_rank_share
 from .global_vars import get_args
 
 Init = Callable[[Tensor], Any]
@@ -221,7 +221,7 @@ class ParallelAttention(MegatronModule):
         args = get_args()
         self.attention_type = attention_type
         self.per_head, self.recomputes = args.kv_channels, args.recompute_granularity == "selective"
-        divide(args.num_attention_heads, parallel_state.get_tensor_model_parallel_world_size())
+        tensor_rank_share("ParallelAttention: num_attention_heads", args.num_attention_heads)
         hidden, projection = args.hidden_size, args.kv_channels * args.num_attention_heads
         if attention_type is AttnType.self_attn:
             self.query_key_value = _column(hidden, 3 * projection, init_method)
@@ -370,13 +370,12 @@ def get_num_layers(args: argparse.Namespace, is_encoder_and_decoder_model: bool)
         if split is None:
             raise RuntimeError("a model with encoder and decoder needs a split rank")
         if not parallel_state.is_pipeline_stage_before_split():
-            return divide(args.num_layers, stages - split)
+            return divide(args.num_layers, stages - split, what="num_layers", by="decoder stages")
         stages = split
-    return (
-        0
-        if holds_embedding_only
-        else divide(args.num_layers, stages - args.standalone_embedding_stage)
-    )
+    if holds_embedding_only:
+        return 0
+    stages -= args.standalone_embedding_stage
+    return divide(args.num_layers, stages, what="num_layers", by="pipeline stages with layers")
 
 
 def _layer_numbers(is_encoder_and_decoder: bool) -> range:
@@ -387,7 +386,7 @@ def _layer_numbers(is_encoder_and_decoder: bool) -> range:
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     if chunks is not None:
         chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
-        number = divide(number, chunks)
+        number = divide(number, chunks, what="num_layers: a stage's layers", by="chunks")
         first = chunk * (args.num_layers // chunks) + rank * number
         return range(first, first + number)
     split = parallel_state.get_pipeline_model_parallel_split_rank()

@@ -179,7 +179,8 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
 
     Args:
         output: the root; without ``grad_output``, of one element.
-        grad_output: its gradient; by default 1.
+        grad_output: its gradient; by default 1. It may have another shape with as many elements:
+            a stage gets it in the shape in which the next one took the output.
 
     Raises:
         RuntimeError: ``grad_output`` is None and ``output`` has more than one element.
@@ -191,9 +192,20 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
                 f"got an output of shape {list(output.shape)}"
             )
         grad_output = torch.ones_like(output)
+    shape = _shape_in_graph(output)
+    if grad_output.shape != shape and grad_output.numel() == shape.numel():
+        grad_output = grad_output.reshape(shape)
     Variable._execution_engine.run_backward(
         (output,), (grad_output,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def _shape_in_graph(output: Tensor) -> torch.Size:
+    """The shape that ``output`` was computed with, even if its memory was given back."""
+    if output.grad_fn is None:
+        return output.shape
+    metadata = output.grad_fn._input_metadata  # type: ignore[attr-defined]
+    return torch.Size(metadata[output.output_nr].shape)
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -247,6 +259,7 @@ def forward_step(
         get_model_type(inner) is ModelType.encoder_and_decoder
         and parallel_state.get_pipeline_model_parallel_world_size() > 1
         and parallel_state.is_pipeline_stage_after_split()
+        and parallel_state.get_pipeline_model_parallel_split_rank() != 0  # there is an encoder
     ):
         return [output, inputs[-1]]
     return [output] if isinstance(input_tensor, list) else output

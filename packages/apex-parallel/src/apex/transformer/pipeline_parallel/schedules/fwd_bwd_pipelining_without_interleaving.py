@@ -10,6 +10,7 @@ from torch import nn
 
 from ... import parallel_state
 from ...enums import ModelType
+from ...utils import divide
 from .. import p2p_communication
 from ..p2p_communication import Options, Received
 from ..utils import get_model_type, get_num_microbatches, listify_model
@@ -117,7 +118,8 @@ def get_tensor_shapes(
 ) -> Shapes:
     """Shapes of the tensors that stage ``rank`` hands on; see the arguments of the schedule.
 
-    A decoder's stage hands on two: the decoder's, then the encoder's.
+    A decoder's stage hands on two: the decoder's, then the encoder's. If the whole pipeline belongs
+    to the decoder, there is no encoder's.
 
     Raises:
         RuntimeError: ``tensor_shape`` is None.
@@ -140,14 +142,15 @@ def get_tensor_shapes(
     if is_split and not parallel_state.is_pipeline_stage_before_split(rank):
         if decoder_sequence_length is None:
             raise ValueError("decoder_sequence_length: must be given for the decoder's stages")
-        lengths = {"decoder_sequence_length": decoder_sequence_length} | lengths
-    for name, length in lengths.items():
-        if length % parts:
-            raise ValueError(
-                f"{name}: a sequence of {length} cannot be divided over {parts} "
-                "tensor-parallel ranks"
-            )
-    return [(length // parts, *rest) for length in lengths.values()]
+        has_encoder = parallel_state.get_pipeline_model_parallel_split_rank() != 0
+        decoder = {"decoder_sequence_length": decoder_sequence_length}
+        lengths = decoder | lengths if has_encoder else decoder
+    parallel = "with sequence_parallel_enabled, a sequence"
+    by = "tensor-parallel ranks"
+    return [
+        (divide(length, parts, what=f"{name}: {parallel}", by=by), *rest)
+        for name, length in lengths.items()
+    ]
 
 
 def recv_forward(tensor_shapes: Shapes, **options: Unpack[Options]) -> list[Received]:
