@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 NAME = "DistributedFusedAdam"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -18,10 +19,10 @@ def check_dtypes(
     dtype: torch.dtype, grad_sync_dtype: torch.dtype, param_sync_dtype: torch.dtype
 ) -> None:
     """Raise ValueError unless states, gradients and parameters sent are of dtypes that we know."""
-    if param_sync_dtype not in FLOATS + INTEGERS:
+    if param_sync_dtype not in (torch.float64, *FLOATS, *INTEGERS):
         raise ValueError(
-            f"{NAME}: param_sync_dtype must be torch.float32, float16, bfloat16 or an integer "
-            f"dtype, which stands for the leading bytes, got {param_sync_dtype}."
+            f"{NAME}: param_sync_dtype must be torch.float64, float32, float16, bfloat16 or an "
+            f"integer dtype, which stands for the leading bytes, got {param_sync_dtype}."
         )
     for name, value in (("dtype", dtype), ("grad_sync_dtype", grad_sync_dtype)):
         if value not in FLOATS:
@@ -53,11 +54,11 @@ def check_options(given: dict[str, Any]) -> None:
                 f"param_sync_dtype=torch.bfloat16, got {dtype} and {sync}."
             )
     if given["with_scaled_states"]:
-        fits = given["store_params"] and dtype.itemsize == 2 and sync != torch.float32
+        fits = given["store_params"] and dtype.itemsize == 2 and sync not in WIDE
         if not fits or given["store_param_remainders"]:
             raise RuntimeError(
                 f"{NAME}: with_scaled_states=True needs store_params=True, dtype float16 or "
-                "bfloat16, a param_sync_dtype other than float32 and no remainders, got "
+                "bfloat16, a param_sync_dtype narrower than float32 and no remainders, got "
                 f"store_params={given['store_params']}, {dtype} and {sync}."
             )
     for name, low in (("bucket_cap_mb", 0), ("pipeline_size", 1)):

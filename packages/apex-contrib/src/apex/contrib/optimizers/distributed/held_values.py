@@ -82,10 +82,11 @@ def send_parameters(optimizer: Any) -> None:
         buffer = param_buffer_of(optimizer, bucket_id)
         begin = state.shard_size * optimizer.distributed_rank
         dtype = state.param_sync_dtype
-        if not dtype.is_floating_point:
+        is_sent = dtype.is_floating_point  # as it is; else as integers, made from float32
+        if not is_sent:
             dtype = torch.float32
         shard = torch.zeros(state.shard_size, dtype=dtype, device=state.device)
-        if buffer is not None:
+        if buffer is not None and is_sent:
             shard = buffer[begin : begin + state.shard_size]
         for fragment in state.local_fragments():
             is_split = state.param_remainders_shard is not None

@@ -152,14 +152,15 @@ def copy_fragments(optimizer: Any, fragments: Iterable[ParameterFragment]) -> No
         if not bucket.slots:
             bucket.slots, _ = optimizer.state["buckets"][bucket_id].cut(bucket.params_bucket)
         source, target = bucket.slots[fragment.bucket_range[0]], param
-        if not source.is_floating_point():
-            source = leading_bytes(source, param.dtype)
-        if end - begin != param.numel() or not param.is_contiguous():
+        is_whole = end - begin == param.numel() and param.is_contiguous()
+        if not is_whole:
             target = flat_view(param)[begin:end]
-        elif param.dim() != 1:
-            source = source.view(param.shape)
         if has_views and source.data_ptr() == target.data_ptr():
             continue
+        if not source.is_floating_point():
+            source = leading_bytes(source, param.dtype)
+        if is_whole and param.dim() != 1:
+            source = source.view(param.shape)
         sources.append(source)
         targets.append(target)
     copy_all(sources, targets)
@@ -206,7 +207,8 @@ def make_param_buffers(optimizer: Any) -> None:
     """Make all parameters views of flat buffers, one for each combination of dtypes.
 
     Raises:
-        RuntimeError: a parameter is of another dtype than it is sent in. Nothing has changed then.
+        RuntimeError: a parameter is of another dtype than it is sent in, and those are no integers
+            of its size. Nothing has changed then.
     """
     sizes: dict[Any, int] = {}
     for bucket in optimizer.state["buckets"]:
@@ -216,7 +218,8 @@ def make_param_buffers(optimizer: Any) -> None:
     for param in params:
         first = optimizer.state[param]["fragments"][0]
         wanted = optimizer.state["buckets"][first.bucket_id].param_sync_dtype
-        if param.dtype != wanted:
+        has_bytes = not wanted.is_floating_point and wanted.itemsize == param.dtype.itemsize
+        if param.dtype != wanted and not has_bytes:
             raise RuntimeError(
                 f"{NAME}: a contiguous parameter buffer of {wanted} (param_sync_dtype) cannot hold "
                 f"a parameter of {param.dtype}. Pass param_sync_dtype={param.dtype}."
@@ -229,7 +232,7 @@ def make_param_buffers(optimizer: Any) -> None:
         first = optimizer.state[param]["fragments"][0]
         bucket = optimizer.state["buckets"][first.bucket_id]
         begin = bucket.contiguous_buffer_offset + first.bucket_range[0]
-        flat = buffers[bucket.dtypes()][begin : begin + param.numel()]
+        flat = buffers[bucket.dtypes()].view(param.dtype)[begin : begin + param.numel()]
         flat.copy_(flat_view(param))
         param.data = shaped_view(param, flat)
     optimizer._param_buffers.update(buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from . import planner
 from .arguments import NAME, check_dtypes
 from .collectives import check_alike
 from .layout import Dtypes, Range, StateBucket, flat_view, make_fragment, memory_order
+
+_WELL_FILLED = 0.7  # part of the buckets
 
 
 class Piece(NamedTuple):
@@ -93,13 +96,35 @@ def init_params(optimizer: Any, params: Any, dtypes: tuple[torch.dtype | None, .
         where = optimizer.position_of(param)
         optimizer._init_param_state(param, *where, **dict(zip(names, dtypes, strict=True)))
     optimizer.planned.clear()
+    if new:
+        warn_of_empty_buckets(optimizer)
+
+
+def warn_of_empty_buckets(optimizer: Any) -> None:
+    """Say so where little is in buckets of ``bucket_cap_mb``, once all parameters are in them."""
+    if any(id(param) not in optimizer.fragments for param in trainable(optimizer)):
+        return
+    filled, room = 0, 0
+    for bucket in optimizer.state["buckets"]:
+        filled += bucket.filled_size
+        room += max(bucket.bucket_size, bucket_shape(optimizer, bucket.dtypes()).bucket_size)
+    if filled < _WELL_FILLED * room:
+        warnings.warn(
+            f"Only {filled / room:.1%} of buckets are used. Consider decreasing the bucket_cap_mb "
+            "argument.",
+            stacklevel=4,
+        )
+
+
+def bucket_shape(optimizer: Any, dtypes: Dtypes) -> planner.BucketShape:
+    """The size of new buckets of some dtypes, if they are not the last."""
+    cap = int(optimizer.bucket_cap_mb * 2**20)
+    return planner.bucket_shape(cap, dtypes[1].itemsize, optimizer.distributed_size)
 
 
 def plan_ahead(optimizer: Any, params: Sequence[Tensor], dtypes: Dtypes, is_all: bool) -> None:
     """Plan for parameters that are about to get buckets, in this order and with these dtypes."""
-    shape = planner.bucket_shape(
-        int(optimizer.bucket_cap_mb * 2**20), dtypes[1].itemsize, optimizer.distributed_size
-    )
+    shape = bucket_shape(optimizer, dtypes)
     buckets = optimizer.state["buckets"]
     fitting = (i for i, b in enumerate(buckets) if b.able_to_fill and b.dtypes() == dtypes)
     open_id = max(fitting, default=None)

@@ -56,7 +56,7 @@ def new_values(optimizer: Any, bucket_id: int) -> tuple[Tensor | None, Tensor]:
     is_sent = sync.is_floating_point
     if not is_sent:
         sync = state.dtype if not scaled else torch.float32
-    whole = param_buffer_of(optimizer, bucket_id)
+    whole = param_buffer_of(optimizer, bucket_id) if is_sent else None
     is_kept = state.params_shard is not None and sync == state.dtype and not scaled
     if whole is None and is_kept and (optimizer.distributed_size == 1 or not is_sent):
         return None, state.params_shard
@@ -96,8 +96,18 @@ def step_group(
         by_dtype[param.dtype].append(index)
     for indices in by_dtype.values():
         own, where = [params[i] for i in indices], [spans[i] for i in indices]
-        copies = [new[b:e] for b, e in where]
-        if own[0].data_ptr() == copies[0].data_ptr():
+        copies, wide = (
+            [new[b:e] for b, e in where],
+            [],
+        )  # wide: pairs of a float64 one and its values
+        if own[0].dtype == torch.float64:  # values are no more exact than what ranks exchange
+            narrow = [param.float() for param in own]
+            wide += zip(own, narrow, strict=True)
+            own = narrow
+        if new.dtype == torch.float64:
+            wide += zip(copies, own, strict=True)
+            copies = []
+        elif own[0].data_ptr() == copies[0].data_ptr():
             copies = []
         elif optimizer.capturable:  # a step that the device leaves out writes no copies
             torch._foreach_copy_(copies, own)
@@ -116,6 +126,8 @@ def step_group(
             numbers["found_inf"],
             *numbers["host"],
         )
+        for target, values in wide:
+            target.copy_(values)
 
 
 def step_scaled(

@@ -150,3 +150,18 @@ def buffer_dtype(params: Sequence[Tensor], needs_one: bool) -> torch.dtype:
             f"{sorted(map(str, dtypes))}."
         )
     return torch.float32
+
+
+def scale_of(optimizer: Any, grad_scaler: torch.amp.GradScaler) -> Tensor:
+    """What a scaler has multiplied the loss by; float32 ``[1]``.
+
+    Raises:
+        RuntimeError: it has unscaled the optimizer's gradients.
+    """
+    stage = grad_scaler._per_optimizer_states[id(optimizer)]["stage"]
+    if stage.name == "UNSCALED":
+        raise RuntimeError(
+            f"{NAME}.step: grad_scaler.unscale_ was called, but reductions take scaled "
+            "gradients. Leave it out; pass max_grad_norm to the optimizer to clip them."
+        )
+    return grad_scaler.scale(torch.ones(1, device=optimizer.global_scale.device))

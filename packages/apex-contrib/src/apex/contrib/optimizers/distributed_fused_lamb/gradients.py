@@ -70,6 +70,11 @@ class GradientBuffer:
             if index not in self._here:
                 self.add(index)
 
+    def clip(self, norm: Tensor, limit: float) -> None:
+        """Scale all gradients, whose norm is ``norm``, to ``limit``, before they are reduced."""
+        if limit > 0:
+            self.flat.mul_((limit / (norm + 1e-6)).clamp(max=1).float())
+
     def is_complete(self, block: int) -> bool:
         """Whether all gradients of a block are here."""
         return self._missing[block] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,9 @@ from .arguments import (
     checked_step,
     device_of,
     ordered,
+    scale_of,
 )
+from .counter import AtomicCounter
 from .gradients import GradientBuffer
 from .groups import NodeGroups
 from .layout import Layout
@@ -114,18 +115,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         ...     optimizer.step()
     """
 
-    class AtomicCounter:
-        """A number that several threads may raise."""
-
-        def __init__(self) -> None:
-            self.value = 0
-            self._lock = threading.Lock()
-
-        def add(self, n: int) -> int:
-            """Add ``n``; return the new value."""
-            with self._lock:
-                self.value += n
-                return self.value
+    AtomicCounter = AtomicCounter
 
     def __init__(
         self,
@@ -330,7 +320,19 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
                 "last, and step() or zero_grad() after the last; or pass overlap_reductions=False."
             )
         self._gradients.add(index)
-        while (block := self._reductions.next_block) >= 0 and self._gradients.is_complete(block):
+        for block in range(self._reductions.next_block, -1, -1):
+            if not self._gradients.is_complete(block):
+                break
+            self._pipeline_block_reductions(block)
+
+    @torch.no_grad()
+    def _pipeline_block_reductions(self, block_id: int) -> None:
+        """Start the reductions of a block; scripts put their own function around this method.
+
+        Args:
+            block_id: all ranks count down from the last one. One that was started stays so.
+        """
+        if block_id == self._reductions.next_block:
             self._reductions.start()
 
     @torch.no_grad()
@@ -350,6 +352,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
 
     def _reduce(self) -> Tensor:
         """Finish all reductions; return the norm of the reduced gradient, float64 ``[1]``."""
+        for block in range(self._reductions.next_block, -1, -1):
+            self._pipeline_block_reductions(block)
         norms, fuses = [], self._options["fused_norm"]
         for own in self._reductions.finish():
             if fuses:
@@ -360,13 +364,6 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._init_state()
         self._shards.add_up(square)
         return square.sqrt()
-
-    def _clip_own(self, inv_scale: Tensor) -> None:
-        """Clip this rank's gradient before it is reduced."""
-        limit = max(group["max_grad_norm"] for group in self.param_groups)
-        if limit > 0:
-            norm = self._grad_norm * inv_scale
-            self._gradients.flat.mul_((limit / (norm + 1e-6)).clamp(max=1).float())
 
     @torch.no_grad()
     def step(
@@ -394,15 +391,27 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
                 loss = closure()
         if grad_scaler is not None and not grad_scaler.is_enabled():
             grad_scaler = None
-        scale = self._global_scale if grad_scaler is None else self._scale_of(grad_scaler)
-        inv_scale = scale.double().reciprocal()
+        scale = self._global_scale if grad_scaler is None else scale_of(self, grad_scaler)
+        self._inv_scale, self._found_inf = scale.double().reciprocal(), torch.zeros_like(scale)
+        self._pipeline_step()
+        if grad_scaler is not None:
+            found = {scale.device: self._found_inf[0]}
+            grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = found
+        self._finish_under_way()
+        return loss
+
+    @torch.no_grad()
+    def _pipeline_step(self) -> None:
+        """What :meth:`step` does with its scale; scripts put their own function around this."""
+        inv_scale = self._inv_scale
         self._init_state()
         self.complete_reductions()
         norm, clips = self._grad_norm, self._options["clip_after_ar"]
         if not clips:
-            self._clip_own(inv_scale)
+            limit = max(group["max_grad_norm"] for group in self.param_groups)
+            self._gradients.clip(norm * inv_scale, limit)
             norm = self._reduce()
-        found_inf = (~norm.isfinite()).float()
+        self._found_inf = found_inf = (~norm.isfinite()).float()
         numbers = Numbers(
             self._steps + 1,
             self._own_lr(),
@@ -416,20 +425,6 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         if not self._options["skip_allgather"]:
             self._new_params.gather()
             self._new_params.write(found_inf)
-        if grad_scaler is not None:
-            found = {found_inf.device: found_inf[0]}
-            grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"] = found
-        self._forget()
-        return loss
-
-    def _scale_of(self, grad_scaler: torch.amp.GradScaler) -> Tensor:
-        stage = grad_scaler._per_optimizer_states[id(self)]["stage"]
-        if stage.name == "UNSCALED":
-            raise RuntimeError(
-                f"{NAME}.step: grad_scaler.unscale_ was called, but reductions take scaled "
-                "gradients. Leave it out; pass max_grad_norm to the optimizer to clip them."
-            )
-        return grad_scaler.scale(torch.ones(1, device=self._steps.device))
 
     def _forget(self) -> None:
         self._gradients.forget()

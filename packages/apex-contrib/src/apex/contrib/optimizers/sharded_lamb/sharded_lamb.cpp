@@ -33,14 +33,22 @@ void check_float(const char* op, const NamedList& list) {
         describe(list.tensors[0]), ".");
 }
 
-// Writes the new parameters as bytes or as floats.
+void check_copies(const char* op, const NamedList& list) {
+  ScalarType dtype = list.tensors[0].scalar_type();
+  Storage storage = storage_of(dtype);
+  bool is_float = storage != Storage::kOther && storage != Storage::kFloat8;
+  check(is_float || dtype == ScalarType::Byte, op, ": ", list.name,
+        " must be float32, float16, bfloat16, or uint8 for the upper bytes of float16, got ",
+        dtype_name(dtype), ".");
+}
+
+// Writes the new parameters as bytes or as floats; check_copies() has been called.
 template <class... Columns, class Functor>
-void foreach_copied(const char* op, const Context& context, const TensorTable& table,
-                    const Functor& functor, const NamedList& copies) {
+void foreach_copied(const Context& context, const TensorTable& table, const Functor& functor,
+                    const NamedList& copies) {
   if (has_dtype(copies.tensors, ScalarType::Byte)) {
     foreach<Out<HighByte>, Columns...>(context, table, functor);
   } else {
-    check_storage(op, copies);
     foreach<Out<AnyFloat>, Columns...>(context, table, functor);
   }
 }
@@ -59,16 +67,15 @@ void run_plain(const Context& context, const TensorTable& table, const LambHyper
   foreach<InOut<P>, In<M>, In<M>>(context, columns_of(table, {0, 2, 3}), second);
 }
 
-void run_copied(const char* op, const Context& context, const TensorTable& table,
-                const LambHyper& hyper, const Passes& passes, double* squares,
-                const NamedList& copies) {
+void run_copied(const Context& context, const TensorTable& table, const LambHyper& hyper,
+                const Passes& passes, double* squares, const NamedList& copies) {
   if (passes.first) {
     foreach_fold<2, Read, Read, Wide, Wide>(context, columns_of(table, {0, 1, 2, 3}),
                                             LambFirstPass<float>{hyper}, squares);
   }
   if (!passes.second) return;
   LambSecondPass<float, false, Results::kCopy> second{hyper, squares};
-  foreach_copied<Value, In<float>, In<float>>(op, context, columns_of(table, {4, 0, 2, 3}), second,
+  foreach_copied<Value, In<float>, In<float>>(context, columns_of(table, {4, 0, 2, 3}), second,
                                               copies);
 }
 
@@ -130,7 +137,10 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
   bool is_narrow = !are_all(ScalarType::Float, {m, v});
   check(copies.empty() || !is_narrow, op, ": with copies the moments must be float32.");
   if (is_narrow) return run_narrow(context, table, hyper, passes, sums);
-  if (!copies.empty()) return run_copied(op, context, table, hyper, passes, sums, c);
+  if (!copies.empty()) {
+    check_copies(op, c);  // before the first pass, which writes the moments
+    return run_copied(context, table, hyper, passes, sums, c);
+  }
   run_plain<AnyFloat, AnyFloat, float>(context, table, hyper, passes, sums);
 }
 
@@ -178,6 +188,7 @@ void lamb_apply(const TensorList& params, const TensorList& updates, const Tenso
   TensorTable table = make_table(op, {c, p, u}, Empty::kKeep);
   if (params.empty()) return;
   for (const NamedList& list : {p, u}) check_float(op, list);
+  check_copies(op, c);
   const Tensor& like = params[0];
   LambRates rates{number_near<float>(op, "lr", lr, like),
                   numbers_near(op, "param_norms", param_norms, 1, params),
@@ -186,7 +197,7 @@ void lamb_apply(const TensorList& params, const TensorList& updates, const Tenso
                   number_near<int>(op, "noop_flag", noop_flag, like),
                   use_nvlamb};
   Context context(like);
-  foreach_copied<Wide, In<float>>(op, context, table, rates, c);
+  foreach_copied<Wide, In<float>>(context, table, rates, c);
 }
 
 }  // namespace
