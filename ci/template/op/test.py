@@ -12,8 +12,8 @@ def oracle(x):
     pytest.fail("write the oracle: the formula in plain PyTorch, in the dtype of x")
 
 
-def arguments(dtype, device):
-    return (torch.randn(4, 9, device=device, dtype=dtype),)
+def arguments(dtype, device, columns=9):
+    return (torch.randn(4, columns, device=device, dtype=dtype),)
 
 
 CASE = Case(
@@ -24,6 +24,7 @@ CASE = Case(
     rows=(0,),
     operators=(my_op_forward, my_op_backward),
     decompositions=decompositions,
+    wide=arguments,
 )
 
 

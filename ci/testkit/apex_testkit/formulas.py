@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import io
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,7 +16,15 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accuracy import assert_as_accurate_as
+from .batch_invariance import assert_batch_invariant
+from .devices import runs_gpu_kernels
 from .grids import FLOATS
+
+BATCH_INVARIANCE = "batch invariance"
+# An end of a pack; whole packs, and aligned rows on a GPU; rows that are aligned by fours alone; a
+# block per row on a GPU.
+WIDE_COLUMNS = (33, 256, 300, 1027)
+INVARIANT_DTYPES = (torch.float32, torch.bfloat16)  # on an emulated GPU, which takes its time
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,10 @@ class Case:
         operators: the raw forward and backward operator.
         decompositions: the function that gives their table.
         ulps: how often float64 results are rounded, see ``assert_as_accurate_as``.
-        same_bits: whether a row's results do not depend on how many rows there are; those of
-            matrix products may.
+        wide: ``(dtype, device, columns) -> arguments``, a few rows of about so many columns: more
+            rows for the check of batch invariance, on each path of an engine.
+        by_place: whether a row's numbers depend on its place, as random ones do.
+        without: what cannot hold, and why: ``{"batch invariance": reason}``.
     """
 
     function: Callable[..., torch.Tensor]
@@ -44,7 +54,9 @@ class Case:
     operators: tuple[Any, Any]
     decompositions: Callable[[], dict]
     ulps: float = 1.0
-    same_bits: bool = True
+    wide: Callable[[torch.dtype, Any, int], tuple] | None = None
+    by_place: bool = False
+    without: Mapping[str, str] = field(default_factory=dict)
 
     def of_grads(self, arguments: tuple, function: Callable | None = None) -> tuple:
         """A function of the differentiable arguments alone, and these."""
@@ -160,10 +172,7 @@ def check_forward_mode(case, device):
 
 
 def check_vmap(case, device):
-    """Without gradients, more rows for the kernels, in the same bits; with them, of each sample.
-
-    On a GPU a row's sum depends on its address, which decides how many columns a thread loads.
-    """
+    """Without gradients, more rows for the kernels, in the same bits; with them, of each sample."""
     samples = [case.arguments(torch.float32, device) for _ in range(3)]
     dims = tuple(1 if i in case.rows else None for i in range(len(samples[0])))
     batch = tuple(
@@ -175,7 +184,7 @@ def check_vmap(case, device):
         with torch.set_grad_enabled(grad_enabled):
             actual = func.vmap(case.function, dims)(*batch)
             expected = torch.stack([case.function(*arguments) for arguments in each])
-        if grad_enabled or not case.same_bits or actual.is_cuda:
+        if grad_enabled or BATCH_INVARIANCE in case.without:
             torch.testing.assert_close(actual, expected)
         else:
             assert torch.equal(actual, expected)
@@ -277,6 +286,16 @@ def check_autocast(case, device):
     torch.testing.assert_close(y, case.function(*arguments).to(y.dtype), rtol=unit, atol=unit)
 
 
+def check_batch_invariance(case, device):
+    """A row's bits are the same in every batch, wherever it lies, with any number of threads."""
+    if BATCH_INVARIANCE in case.without:
+        return
+    for dtype in INVARIANT_DTYPES if runs_gpu_kernels(torch.device(device)) else FLOATS:
+        assert_batch_invariant(case, case.arguments(dtype, device))
+        for columns in WIDE_COLUMNS if case.wide is not None else ():
+            assert_batch_invariant(case, case.wide(dtype, device, columns))
+
+
 def check_some_gradients(case, device):
     """Arguments that want no gradient get none, and the others the same."""
     fused, values = case.of_grads(case.arguments(torch.float32, device))
@@ -304,6 +323,7 @@ CHECKS = {
         check_traced,
         check_autocast,
         check_some_gradients,
+        check_batch_invariance,
     )
 }
 

@@ -167,7 +167,7 @@ def case(name):
         operators=(torch.ops.aten.convolution.default, dense_activation_backward),
         decompositions=decompositions,
         ulps=8,  # truth rounds as often: sums of products
-        same_bits=False,
+        without={"batch invariance": "torch's convolutions choose by size"},
     )
 
 

@@ -52,6 +52,7 @@ def case(**options):
         operators=(ops.fast_layer_norm_forward, ops.fast_layer_norm_backward),
         decompositions=decompositions,
         ulps=3,
+        wide=lambda dtype, device, columns: arguments(dtype, device, columns=columns),
     )
 
 

@@ -50,6 +50,11 @@ def arguments(dtype, device):
     return x, torch.tensor([3, -1, -2, 0], device=device)
 
 
+def wide(dtype, device, columns):
+    x = torch.randn(4, columns, device=device, dtype=dtype)
+    return x, torch.tensor([3, -1, -2, 0], device=device), columns - 1
+
+
 def rows_oracle(x, targets):
     x = x if x.dtype == torch.float64 else x.float()
     return elements(x, targets, 4, 0.25, 1.5, 0.1).sum(-1)
@@ -64,6 +69,7 @@ CASE = Case(
     operators=(ops.focal_loss_forward, ops.focal_loss_backward),
     decompositions=decompositions,
     ulps=4,
+    wide=wide,
 )
 
 

@@ -22,8 +22,9 @@ def oracle(input, bias=None):
     return F.silu(a) * b
 
 
-def arguments(dtype, device):
-    input, bias = (torch.randn(s, device=device, dtype=dtype) for s in ((4, 18), (18,)))
+def arguments(dtype, device, columns=9):
+    sizes = (4, 2 * columns), (2 * columns,)
+    input, bias = (torch.randn(s, device=device, dtype=dtype) for s in sizes)
     return input, bias
 
 
@@ -37,6 +38,7 @@ def case(arguments, grads):
         operators=(fused_bias_swiglu_forward, fused_bias_swiglu_backward),
         decompositions=decompositions,
         ulps=3,  # truth rounds as often as we do: exp, quotient and products
+        wide=arguments,
     )
 
 

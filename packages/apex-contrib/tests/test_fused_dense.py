@@ -116,7 +116,7 @@ def case(name, operators):
         operators=operators,
         decompositions=decompositions,
         ulps=8,  # truth rounds as often: sums of products, and GELU
-        same_bits=False,
+        without={"batch invariance": "torch's matrix products choose by size"},
     )
 
 

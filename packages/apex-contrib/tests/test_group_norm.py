@@ -45,6 +45,12 @@ def arguments(dtype, device, shape=(3, 6, 4, 3)):
     return x, *torch.randn(2, shape[1], device=device, dtype=dtype)
 
 
+def wide(dtype, device, columns):
+    """So many channels, or one more; and as many places of a few."""
+    shape = (3, 6, columns, 2) if columns == 300 else (3, columns + columns % 2, 2, 3)
+    return arguments(dtype, device, shape)
+
+
 def case(act):
     return Case(
         lambda x, weight, bias: cuda_group_norm_nhwc_one_pass(x, 2, weight, bias, EPS, act),
@@ -55,6 +61,7 @@ def case(act):
         operators=(ops.group_norm_nhwc_forward, ops.group_norm_nhwc_backward),
         decompositions=names.decompositions,
         ulps=4,
+        wide=wide,
     )
 
 

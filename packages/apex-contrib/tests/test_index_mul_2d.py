@@ -28,8 +28,9 @@ def oracle(in1, in2, idx1):
     return in1[idx1] * in2
 
 
-def arguments(dtype, device):
-    in1, in2 = (torch.randn(s, device=device, dtype=dtype) for s in ((5, 9), (4, 9)))
+def arguments(dtype, device, columns=9):
+    sizes = (5, columns), (4, columns)
+    in1, in2 = (torch.randn(s, device=device, dtype=dtype) for s in sizes)
     return in1, in2, torch.tensor([4, 0, -1, 0], device=device)
 
 
@@ -42,6 +43,7 @@ CASE = Case(
     operators=(ops.index_mul_2d_forward, ops.index_mul_2d_backward),
     decompositions=decompositions,
     ulps=2,  # truth rounds the two products of a sum as well
+    wide=arguments,
 )
 
 

@@ -162,10 +162,10 @@ def test_dropout_matches_the_oracle(dtype, shape, kind, device):
     assert torch.equal(actual[0][~keep], torch.zeros_like(actual[0][~keep]))
 
 
-def arguments(dtype, device):
+def arguments(dtype, device, keys=5):
     """Of ``of_formula``."""
-    mask = hidden_keys(4, 5).to(device)
-    return (2 * torch.randn(4, HEADS, 3, 5, device=device)).to(dtype), mask.unsqueeze(1)
+    mask = hidden_keys(4, keys).to(device)
+    return (2 * torch.randn(4, HEADS, 3, keys, device=device)).to(dtype), mask.unsqueeze(1)
 
 
 def of_formula(scores, mask):
@@ -186,12 +186,18 @@ CASE = Case(
     operators=(ops.mask_softmax_forward, ops.mask_softmax_backward),
     decompositions=decompositions,
     ulps=3,  # exp, quotient and products
+    wide=arguments,
 )
 
 
-def arguments_of_dropout(dtype, device):
-    seed = torch.tensor([77], device=device)
-    return *arguments(dtype, device), seed, 0.25
+def arguments_of_dropout(*given):
+    scores, mask = arguments(*given)
+    return scores, mask, torch.tensor([77], device=scores.device), 0.25
+
+
+def arguments_of_rows(*given):
+    scores, _, seed, p = arguments_of_dropout(*given)
+    return scores, seed, p
 
 
 def dropped(scores, mask, seed, p):
@@ -212,15 +218,19 @@ DROPOUT = Case(
     operators=(ops.mask_softmax_dropout_forward, ops.mask_softmax_dropout_backward),
     decompositions=decompositions,
     ulps=3,
+    wide=arguments_of_dropout,
+    by_place=True,
 )
 ROWS = Case(
     lambda x, seed, p: weights.dropout_rows(x.contiguous(), seed, p),
-    lambda dtype, device: (arguments(dtype, device)[0], torch.tensor([3], device=device), 0.25),
+    arguments_of_rows,
     lambda x, seed, p: torch.where(uniform_rows(seed, x.shape) >= p, x / (1 - p), 0),
     grads=(0,),
     rows=(0,),
     operators=(ops.seeded_dropout, ops.seeded_dropout_backward),
     decompositions=decompositions,
+    wide=arguments_of_rows,
+    by_place=True,
 )
 CASES = {"mask": CASE, "dropout": DROPOUT, "rows": ROWS}
 

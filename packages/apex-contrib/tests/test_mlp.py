@@ -90,7 +90,7 @@ def case(name, has_bias):
         operators=(torch.ops.aten.addmm.default, dense_activation_backward),
         decompositions=decompositions,
         ulps=4,  # truth rounds as often: sums of six products, and the activation
-        same_bits=False,
+        without={"batch invariance": "torch's matrix products choose by size"},
     )
 
 

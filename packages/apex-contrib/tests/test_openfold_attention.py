@@ -238,7 +238,7 @@ CASE = Case(
     operators=(ops.mask_softmax_forward, ops.mask_softmax_backward),
     decompositions=openfold.decompositions,
     ulps=16,
-    same_bits=False,
+    without={"batch invariance": "torch's matrix products choose by size"},
 )
 
 

@@ -34,8 +34,9 @@ def relu_joint(f, g, f_len, g_len):
     return TransducerJoint(relu=True)(f, g, f_len, g_len)
 
 
-def arguments(dtype, device):
-    f, g = (torch.randn(s, device=device, dtype=dtype) for s in ((2, 3, 4), (2, 2, 4)))
+def arguments(dtype, device, columns=4):
+    sizes = (2, 3, columns), (2, 2, columns)
+    f, g = (torch.randn(s, device=device, dtype=dtype) for s in sizes)
     lengths = (torch.tensor(n, device=device) for n in ([3, 2], [1, 2]))
     return f, g, *lengths
 
@@ -49,6 +50,7 @@ CASE = Case(
     operators=(ops.transducer_joint_forward, ops.transducer_joint_backward),
     decompositions=decompositions,
     ulps=2,
+    wide=arguments,
 )
 
 

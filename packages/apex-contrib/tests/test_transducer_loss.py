@@ -42,8 +42,8 @@ def loss_of(x, label, f_len, y_len, blank=BLANK):
     return TransducerLoss()(x, label, f_len, y_len, blank)
 
 
-def arguments(dtype, device):
-    x = torch.randn(2, 3, 3, 5, device=device, dtype=dtype)
+def arguments(dtype, device, columns=5):
+    x = torch.randn(2, 3, 3, columns, device=device, dtype=dtype)
     numbers = ([[1, 4], [3, 0]], [3, 2], [2, 1])
     return x, *(torch.tensor(n, device=device) for n in numbers)
 
@@ -57,6 +57,7 @@ CASE = Case(
     operators=(ops.transducer_loss_forward, ops.transducer_loss_backward),
     decompositions=decompositions,
     ulps=4,  # every cell rounds
+    wide=arguments,
 )
 
 

@@ -11,8 +11,8 @@ from apex_testkit.formulas import CHECKS, Case, check_sharded
 PADDING = 2
 
 
-def arguments(dtype, device):
-    logits = torch.randn(6, 5, device=device, dtype=dtype)
+def arguments(dtype, device, columns=5):
+    logits = torch.randn(6, columns, device=device, dtype=dtype)
     labels = torch.randint(5, (6,), device=device)
     labels[1] = PADDING
     return logits, labels, 0.1, PADDING, False
@@ -32,6 +32,7 @@ CASE = Case(
     operators=(softmax_xentropy_forward, softmax_xentropy_backward),
     decompositions=decompositions,
     ulps=4,  # truth rounds as often as we do: exp, sum, quotient and product
+    wide=arguments,
 )
 
 

@@ -1,7 +1,5 @@
 """What torch asks of each Formula of the norms beyond a forward and a backward."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -18,23 +16,22 @@ from apex.normalization.fused_layer_norm import (
 from apex_testkit.formulas import CHECKS, Case, check_sharded
 
 EPS = 1e-3
-C = 7  # columns
 
 
-def operands(count, dtype, device):
+def operands(count, dtype, device, columns):
     """Rows, a weight and a bias; the weight is not zero, as a backward from the output needs."""
-    rows = torch.randn(count, 4, C, device=device, dtype=dtype).unbind()
-    weight, bias = torch.randn(2, C, device=device, dtype=dtype)
+    rows = torch.randn(count, 4, columns, device=device, dtype=dtype).unbind()
+    weight, bias = torch.randn(2, columns, device=device, dtype=dtype)
     return rows, torch.copysign(weight.abs() + 0.5, weight), bias
 
 
-def of_x(dtype, device):
-    (x,), weight, bias = operands(1, dtype, device)
+def of_x(dtype, device, columns=7):
+    (x,), weight, bias = operands(1, dtype, device, columns)
     return x, weight, bias
 
 
-def of_sum(dtype, device):
-    (x, residual), weight, bias = operands(2, dtype, device)
+def of_sum(dtype, device, columns=7):
+    (x, residual), weight, bias = operands(2, dtype, device, columns)
     return x, residual, weight, bias
 
 
@@ -54,7 +51,16 @@ def sum_and_norm(norm):
     return function
 
 
-norm_case = partial(Case, decompositions=decompositions, ulps=3)
+def norm_case(function, arguments, oracle, **options):
+    return Case(
+        function,
+        arguments,
+        oracle,
+        decompositions=decompositions,
+        ulps=3,
+        wide=arguments,
+        **options,
+    )
 
 
 def cases(**options):
@@ -62,7 +68,9 @@ def cases(**options):
     origin = int(options.get("zero_centered_gamma", False))
     return {
         "layer_norm": norm_case(
-            lambda x, w, b: FusedLayerNormAffineFunction.apply(x, w, b, C, EPS, **options),
+            lambda x, w, b: FusedLayerNormAffineFunction.apply(
+                x, w, b, x.shape[-1], EPS, **options
+            ),
             of_x,
             lambda x, w, b: layer_norm(x, origin + w, b),
             grads=(0, 1, 2),
@@ -70,9 +78,9 @@ def cases(**options):
             operators=(ops.layer_norm_forward, ops.layer_norm_backward),
         ),
         "rms_norm": norm_case(
-            lambda x, w: FusedRMSNormAffineFunction.apply(x, w, C, EPS, **options),
-            lambda dtype, device: of_x(dtype, device)[:2],
-            lambda x, w: F.rms_norm(x, (C,), origin + w, EPS),
+            lambda x, w: FusedRMSNormAffineFunction.apply(x, w, x.shape[-1], EPS, **options),
+            lambda *given: of_x(*given)[:2],
+            lambda x, w: F.rms_norm(x, x.shape[-1:], origin + w, EPS),
             grads=(0, 1),
             rows=(0,),
             operators=(ops.rms_norm_forward, ops.rms_norm_backward),
@@ -87,8 +95,8 @@ def cases(**options):
         ),
         "add_rms_norm": norm_case(
             sum_and_norm(lambda *a: fused_add_rms_norm(*a, EPS, prenorm=True, **options)),
-            lambda dtype, device: of_sum(dtype, device)[:3],
-            sum_and_norm(lambda x, r, w: (F.rms_norm(x + r, (C,), origin + w, EPS), x + r)),
+            lambda *given: of_sum(*given)[:3],
+            sum_and_norm(lambda x, r, w: (F.rms_norm(x + r, x.shape[-1:], origin + w, EPS), x + r)),
             grads=(0, 1, 2),
             rows=(0, 1),
             operators=(add_ops.add_rms_norm_forward, add_ops.add_rms_norm_backward),
@@ -98,9 +106,9 @@ def cases(**options):
 
 CASES = {
     "layer_norm without weights": norm_case(
-        lambda x: FusedLayerNormFunction.apply(x, C, EPS),
-        lambda dtype, device: of_x(dtype, device)[:1],
-        lambda x: F.layer_norm(x, (C,), None, None, EPS),
+        lambda x: FusedLayerNormFunction.apply(x, x.shape[-1], EPS),
+        lambda *given: of_x(*given)[:1],
+        lambda x: F.layer_norm(x, x.shape[-1:], None, None, EPS),
         grads=(0,),
         rows=(0,),
         operators=(ops.layer_norm_forward, ops.layer_norm_backward),

@@ -78,6 +78,13 @@ def heads(dtype, device):
     return x, cos, sin
 
 
+def wide_heads(dtype, device, columns):
+    """All but a few channels are rotated."""
+    width = columns // 2 * 2 - 4
+    x = torch.randn(4, 2, 3, columns, device=device).to(dtype)
+    return x, *(t[:, 0, 0].to(dtype) for t in tables(3, width, device))
+
+
 def heads_at(dtype, device):
     return *heads(dtype, device), torch.tensor([6, 0, 0, 3, 1], device=device)
 
@@ -96,7 +103,7 @@ def plane_heads(dtype, device):
     return x, *(t[:, 0, 0].to(dtype) for _ in range(2) for t in tables(3, 4, device))
 
 
-def case(function, arguments, oracle, name):
+def case(function, arguments, oracle, name, wide=None):
     return Case(
         function,
         arguments,
@@ -106,11 +113,12 @@ def case(function, arguments, oracle, name):
         operators=(getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")),
         decompositions=ops.decompositions,
         ulps=2,
+        wide=wide,
     )
 
 
 CASES = {
-    "line": case(of_heads, heads, of_heads_plain, "rotary_embedding"),
+    "line": case(of_heads, heads, of_heads_plain, "rotary_embedding", wide_heads),
     "positions": case(of_heads, heads_at, of_heads_plain, "rotary_embedding"),
     "plane": case(plane, plane_heads, plane_plain, "rotary_embedding_2d"),
 }

@@ -18,6 +18,9 @@ struct StagedView {
   const T* staged;  // null if not staged
 };
 
+// A count above every pack's: all elements, one by one, from memory that is not aligned.
+inline constexpr int kOneByOne = 1 << 16;
+
 template <class T, int N, class Indices, class... Views>
 struct GpuPack;
 
@@ -77,11 +80,19 @@ struct GpuPack<T, N, std::index_sequence<I...>, Views...> {
   }
 };
 
-// Whether packs of N elements may be read at every multiple of N of this view.
+template <class View>
+inline constexpr bool is_staged_v = false;
+template <class S, class T>
+inline constexpr bool is_staged_v<StagedView<S, T>> = true;
+
+// Whether packs of N elements may be read at every multiple of N of this view. Staged rows are
+// aligned in shared memory.
 template <int N, class View>
 APEX_DEVICE bool view_aligned(const View& view) {
   if constexpr (is_generated_v<View>) {
     return true;
+  } else if constexpr (is_staged_v<View>) {
+    return view.staged != nullptr || is_aligned<N>(view.data);
   } else {
     return is_aligned<N>(view.data);
   }

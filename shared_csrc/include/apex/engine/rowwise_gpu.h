@@ -13,8 +13,8 @@ namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 // Up to so many columns a group of lanes takes a row, which needs no barrier, and up to
-// kWideColumns a block of kGroupThreads. Rows' number decides nothing: a row has the same bits in
-// every batch.
+// kWideColumns a block of kGroupThreads. Neither the number of rows nor where one lies decides
+// anything: a row has the same bits in every batch, see terms().
 inline constexpr int64_t kGroupColumns = 512, kWideColumns = 1024;
 inline constexpr int kFewestLanes = 8;     // of a row
 inline constexpr int kGroupThreads = 128;  // of a block of such rows
@@ -133,7 +133,7 @@ class Row {
   template <class F, class... Views>
   APEX_DEVICE T sum(const F& functor, const Views&... views) const {
     TwoStageSum<T> own;
-    pass(
+    terms(
         [&](auto& pack, int lane) {
           if (lane == 0) own.begin_pack();
           own.add(pack.call(functor, lane));
@@ -145,7 +145,7 @@ class Row {
   template <int N, class F, class... Views>
   APEX_DEVICE Array<T, N> sums(const F& functor, const Views&... views) const {
     Array<T, N> totals{};
-    pass(
+    terms(
         [&](auto& pack, int lane) {
           Array<T, N> terms = pack.call(functor, lane);
 #pragma unroll
@@ -205,7 +205,7 @@ class Row {
   APEX_DEVICE Array<T, N> fold(const Array<T, N>& empty, const F& functor, const Merge& merge,
                                const Views&... views) const {
     Array<T, N> state = empty;
-    pass([&](auto& pack, int lane) { pack.call_into(functor, state, lane); }, views...);
+    terms([&](auto& pack, int lane) { pack.call_into(functor, state, lane); }, views...);
     return reduce_row(state, merge);
   }
 
@@ -256,6 +256,16 @@ class Row {
     }
   }
 
+  // body(pack, lane) for every element of this thread, of the same ones wherever the row lies: a sum
+  // has the same bits then. Where memory is not aligned, packs are loaded element by element, from
+  // lines that the first of them brings to the cache.
+  template <class Body, class... Views>
+  APEX_DEVICE void terms(const Body& body, const Views&... views) const {
+    constexpr int N = pack_size<typename Views::storage...>();
+    const bool aligned = (view_aligned<N>(views) && ...);
+    pass_packs<N>(threadIdx.x, blockDim.x, aligned ? N : kOneByOne, body, views...);
+  }
+
   // body(pack, lane) for every element of this thread; packs where memory is aligned.
   template <class Body, class... Views>
   APEX_DEVICE void pass(const Body& body, const Views&... views) const {
@@ -268,24 +278,24 @@ class Row {
     constexpr int N = pack_size<typename Views::storage...>();
     bool aligned = (view_aligned<N>(views) && ...);
     if (aligned) {
-      pass_packs<N>(thread, threads, body, views...);
+      pass_packs<N>(thread, threads, N, body, views...);
     } else {
-      pass_packs<1>(thread, threads, body, views...);
+      pass_packs<1>(thread, threads, 1, body, views...);
     }
   }
 
-  // Whole packs ask no lane whether it has an element.
+  // Whole packs ask no lane whether it has an element. `count` is N, or kOneByOne.
   template <int N, class Body, class... Views>
-  APEX_DEVICE void pass_packs(int thread, int threads, const Body& body,
+  APEX_DEVICE void pass_packs(int thread, int threads, int count, const Body& body,
                               const Views&... views) const {
     GpuPack<T, N, std::index_sequence_for<Views...>, Views...> pack;
     int64_t column = static_cast<int64_t>(thread) * N;
     const int64_t stride = static_cast<int64_t>(threads) * N;
     for (; column + N <= columns_; column += stride) {
-      pack.load_all(column, N, views...);
+      pack.load_all(column, count, views...);
 #pragma unroll
       for (int lane = 0; lane < N; ++lane) body(pack, lane);
-      pack.store_all(column, N, views...);
+      pack.store_all(column, count, views...);
     }
     if constexpr (N > 1) {
       // What fills no pack, by its thread alone: where rows have such a rest, few are aligned.
