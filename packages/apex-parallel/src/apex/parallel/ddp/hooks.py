@@ -67,5 +67,5 @@ def _find_sharers(reducer: Any, params: list[Tensor]) -> None:
         for hook in (param._post_accumulate_grad_hooks or {}).values():
             other = getattr(hook, "reducer", lambda: None)()
             if other is not None and other is not reducer:
-                other.note_shared(param)
-                reducer.note_shared(param)
+                other.note_shared(param, reducer)
+                reducer.note_shared(param, other)

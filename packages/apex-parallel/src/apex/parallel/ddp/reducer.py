@@ -50,6 +50,7 @@ class GradientReducer:
         self._with_news: set[int] = set()  # id(param): grad not reduced since it grew
         self.gradient_streams: set[Any] = set()
         self._shared: set[int] = set()  # id(param) of those that another wrapper reduces, too
+        self._sharers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # those wrappers'
         self.pending: list[tuple[int, Bucket]] = []
         self._end_of_backward: weakref.ref | None = None
         self._forward_done = False  # a forward has prepared a backward, not reduced yet
@@ -76,6 +77,8 @@ class GradientReducer:
         Args:
             is_local: its gradients accumulate on this rank, as with ``disable_allreduce()``.
         """
+        if not is_local:
+            self._refuse_two_sums()
         self.module, self._is_local = module, is_local
         self.compiled_forward_is_local = None
         if not self.lane_set.is_connected():
@@ -95,6 +98,21 @@ class GradientReducer:
             self.gradient_streams.add(self.main_stream)
         self._forward_done, self._reducing = not is_local, False
 
+    def _refuse_two_sums(self) -> None:
+        """Raise RuntimeError if another wrapper will sum the same gradients in this backward.
+
+        Two averages are one average; the sum of sums is not the sum.
+        """
+        others = [self, *(other for other in self._sharers if other._forward_done)]
+        sums = [not (r.options.gradient_average or r.options._disable_allreduce) for r in others]
+        if sums[0] and any(sums[1:]):
+            raise RuntimeError(
+                f"{checks.NAME}: another wrapper with gradient_average=False has parameters of "
+                "module, too, and had a forward without a backward: gradients would be summed over "
+                "the ranks twice. Wrap a module once, or call disable_allreduce() of the wrapper "
+                "that is not to reduce."
+            )
+
     def _start_again(self) -> None:
         active = [param for param in self._parameters.all if param.requires_grad]
         self.active_params, self.needs_refresh = active, True
@@ -113,9 +131,10 @@ class GradientReducer:
         """Watch the gradients of all parameters that require them, or did at an earlier forward."""
         hooks.watch(self)
 
-    def note_shared(self, param: Tensor) -> None:
-        """Another wrapper reduces ``param``, too, and must find the gradient that autograd made."""
+    def note_shared(self, param: Tensor, other: GradientReducer) -> None:
+        """``other`` reduces ``param``, too, and must find the gradient that autograd made."""
         self._shared.add(id(param))
+        self._sharers.add(other)
         for bucket in (*self._buckets, *(self._delayed_buckets or ())):
             bucket.hand_over = bucket.hand_over and all(param is not p for p in bucket.params)
 
@@ -146,7 +165,7 @@ class GradientReducer:
         key = id(param)
         if not self._reducing:
             self._with_news.add(key)
-            if not self._begin():
+            if not self._begin(key):
                 return
         index = self._index_of.get(key)
         if index is None:
@@ -176,20 +195,29 @@ class GradientReducer:
         for bucket_idx in self.slots.fill(key, index, param.shape):
             self._launch(bucket_idx)
 
-    def _begin(self) -> bool:
-        """Whether the backward that brings its first gradient is to be reduced."""
+    def _begin(self, key: int) -> bool:
+        """Whether the backward that brings its first gradient, of ``key``, is to be reduced."""
         local = self.compiled_forward_is_local
         if local is not None and not self.options._disable_allreduce:
             self.prepare_backward(self.module, local)
         if self.options._disable_allreduce or self._is_local:
             return False
-        if not self._forward_done:
-            raise RuntimeError(
-                f"{checks.NAME}: backward without a forward through the wrapper since the last "
-                "reduction. Call forward once for each backward that is reduced, or accumulate "
-                "gradients locally with disable_allreduce()."
-            )
-        return True
+        if self._forward_done:
+            return True
+        if any(key in other._shared and other._had_forward() for other in self._sharers):
+            self._with_news.discard(key)  # the wrapper that had the forward reduces it
+            return False
+        raise RuntimeError(
+            f"{checks.NAME}: backward without a forward through the wrapper since the last "
+            "reduction. Call forward once for each backward that is reduced, or accumulate "
+            "gradients locally with disable_allreduce(). If something else has wrapped the same "
+            "module since, delete this wrapper or disable it so."
+        )
+
+    def _had_forward(self) -> bool:
+        """Whether gradients may come that are this wrapper's to reduce or to accumulate."""
+        compiled = self.compiled_forward_is_local is not None
+        return self._forward_done or self._reducing or self._is_local or compiled
 
     def launch_complete(self, bucket_idx: int) -> None:
         """Launch the buckets that may leave, now that ``bucket_idx`` has all its gradients."""
