@@ -257,6 +257,7 @@ def _cache() -> dict[str, Any]:
     elif there == folder:
         try:
             trust.check_trusted(folder)
+            trust.check_above(folder)
         except BuildError as error:
             problem = str(error)
     size = 0

@@ -102,8 +102,8 @@ def library_path(op: Op, target: Target, *, package: str) -> Path:
     return cache_folder() / name / f"{target.name}.so"
 
 
-def build_op(op: Op, target: Target, *, package: str) -> Path:
-    """The op's library for a target, from the cache or freshly built.
+def build_op(op: Op, target: Target, *, package: str) -> trust.CheckedLibrary:
+    """The op's library for a target, checked and open, from the cache or freshly built.
 
     Ranks that start together build once: the first holds a lock, the others find the result.
 
@@ -124,7 +124,10 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
     library = library_path(op, target, package=package)
     root = library.parent.parent
     try:
-        trust.make_private_folder(root)
+        trust.check_above(root)
+        if not root.exists():
+            trust.make_private_folder(root)
+            trust.check_above(root)
         trust.check_trusted(root)
         if trust.forbids_code(root):  # said now, not after a minute of compiling
             raise BuildError(
@@ -132,14 +135,12 @@ def build_op(op: Op, target: Target, *, package: str) -> Path:
                 "its file system forbids running code (noexec). Set APEX_CACHE_DIR to a folder on "
                 "one that allows it."
             )
-        if not is_cached(library):
-            _build_once(op, target, library, package)
+        return trust.open_checked(library) or _build_once(op, target, library, package)
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         raise BuildError(
             f"{package}: {op.name} ({target.name}) cannot be built in the cache folder "
             f"{root}: {error}. Set APEX_CACHE_DIR to a folder that can be written."
         ) from error
-    return library
 
 
 def is_cached(library: Path) -> bool:
@@ -148,14 +149,10 @@ def is_cached(library: Path) -> bool:
     Raises:
         BuildError: someone else may have written it.
     """
-    if not library.is_file():
-        return False
-    trust.check_trusted(library.parent)
-    trust.check_trusted(library)
-    return trust.is_intact(library)
+    return trust.open_checked(library) is not None
 
 
-def _build_once(op: Op, target: Target, library: Path, package: str) -> None:
+def _build_once(op: Op, target: Target, library: Path, package: str) -> trust.CheckedLibrary:
     """Build unless another process did so while this one waited for the lock."""
     from filelock import FileLock, Timeout
 
@@ -180,13 +177,18 @@ def _build_once(op: Op, target: Target, library: Path, package: str) -> None:
             f"(lock {folder}.lock). End it, or remove the lock, and try again."
         ) from None
     try:
-        if not is_cached(library):
+        checked = trust.open_checked(library)
+        if checked is None:
             try:
                 _build_into(op, target, library, package)
             except BuildError as error:
                 if "No space left on device" not in str(error):  # which may pass
                     _failed[key] = str(error)
                 raise
+            checked = trust.open_checked(library)
+        if checked is None:
+            raise OSError(f"{library} is not what was built a moment ago")
+        return checked
     finally:
         lock.release()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import json
 import logging
@@ -137,7 +138,7 @@ class OpLibrary:
                 path = self._build(op, device_type, unfit)
             if path not in self._opened:
                 self._open(path)
-                self._opened.add(path)
+                self._opened.add(Path(path))  # without its open file
             self._loaded.add((op.name, device_type))
 
     def _build(self, op: Op, device_type: str, unfit: list[str]) -> Path:
@@ -154,12 +155,22 @@ class OpLibrary:
             raise BuildError("\n".join(lines)) from error.__cause__
 
     def _open(self, path: Path) -> None:
+        name = ""
         try:
-            torch.ops.load_library(str(path))
+            if getattr(path, "descriptor", None) is None:
+                torch.ops.load_library(str(path))
+            else:
+                # torch would look the path up again, and load what lies there by then. The loader
+                # knows libraries by name, and numbers of files come again: dots make names unlike.
+                dots = "/." * len(torch.ops.loaded_libraries)
+                name = path.loadable.replace("/proc/self", f"/proc/self{dots}", 1)
+                ctypes.CDLL(name)
+                torch.ops.loaded_libraries.add(str(path))
         except OSError as error:
             from .fitting import remedy_for
 
             reason = str(error.__cause__ or error)  # the loader's own words, which torch may wrap
+            reason = reason.replace(name, path.name) if name else reason
             remedy = remedy_for(reason, path, is_own=path.parent == self.kernels)
             raise BuildError(
                 f"{self.package}: cannot load {path}: {reason}. {remedy}. {self.doctor}"

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +185,168 @@ def test_what_belongs_to_another_user_is_refused(op, cache, builds, which, monke
     with pytest.raises(BuildError, match=f"{said}.* Set APEX_CACHE_DIR to a folder of your own"):
         built(op)
     assert builds.count == 1
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1770, 0o1777], ids=oct)
+@pytest.mark.parametrize("is_built", [False, True])
+def test_folders_above_that_others_can_write(op, cache, builds, mode, is_built, monkeypatch):
+    """Whoever can write above the cache can put another cache there, unless the bit forbids it."""
+    monkeypatch.setattr(trust, "_is_private_group", lambda group_id: False)
+    cache.parent.mkdir(0o700)
+    if is_built:
+        built(op)
+    cache.parent.chmod(mode)
+    if mode & 0o1000:
+        assert built(op).read_bytes() == b"a library"
+        return
+    said = f"folder {cache.parent}, above the cache folder {cache}, can be written by .*nothing is "
+    said += f"loaded from it. Run `chmod go-w {cache.parent}`.* or set APEX_CACHE_DIR"
+    with pytest.raises(BuildError, match=said):
+        built(op)
+    assert builds.count == is_built
+    assert cache.exists() == is_built
+    cache.parent.chmod(0o700)
+    assert built(op).read_bytes() == b"a library"
+
+
+def needs_root():
+    if os.geteuid() != 0:
+        pytest.skip("only root can make folders of others")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o1777], ids=oct)
+def test_folders_above_that_belong_to_another_user(op, cache, builds, mode, monkeypatch):
+    needs_root()
+    built(op)
+    cache.parent.chmod(mode)
+    os.chown(cache.parent, 12345, -1)
+    with pytest.raises(BuildError, match=f"{cache.parent}, above .* belongs to user 12345.* Set A"):
+        built(op)
+    # In a container of a user without rights, root of the host looks like nobody.
+    monkeypatch.setattr(trust, "_is_unmapped", lambda user_id: user_id == 12345)
+    built(op)
+    assert builds.count == 1
+
+
+@pytest.mark.parametrize(
+    ("maps", "unmapped"),
+    [("0 0 4294967295", False), ("0 1000 1", True), ("0 1000 1 1 100000 65536", True)],
+)
+def test_nobody_in_a_container(monkeypatch, maps, unmapped):
+    texts = {"/proc/self/uid_map": maps, "/proc/sys/kernel/overflowuid": "65534\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: texts[str(path)])
+    assert trust._is_unmapped(65534) is unmapped
+    assert not trust._is_unmapped(1000)
+
+
+@pytest.mark.parametrize("kind", ["absolute", "relative", "of another user", "to itself", "open"])
+def test_links_on_the_way(op, cache, builds, kind, tmp_path, monkeypatch):
+    """Each folder that has a link of the way is checked, and who made the link."""
+    real, links = tmp_path / "real", tmp_path / "links"
+    for folder in (real, links):
+        folder.mkdir(0o700)
+    link = links / "link"
+    link.symlink_to({"relative": "../real", "to itself": "link"}.get(kind, real))
+    monkeypatch.setenv("APEX_CACHE_DIR", str(link / "cache"))
+    if kind == "of another user":
+        needs_root()
+        links.chmod(0o1777)
+        os.lchown(link, 12345, -1)
+    if kind == "open":
+        links.chmod(0o777)
+    said = {"of another user": f"link {link}, above", "open": f"folder {links}, above"}
+    said["to itself"] = "Too many levels of symbolic links"
+    if kind in said:
+        with pytest.raises(BuildError, match=said[kind]):
+            built(op)
+        assert builds.count == 0
+    else:
+        assert built(op).samefile(next(real.glob("cache/*/*.so")))
+
+
+MARKS = """
+#include <fcntl.h>
+#include <unistd.h>
+__attribute__((constructor)) static void mark(void) { close(creat("%s", 0600)); }
+"""
+
+
+@pytest.fixture
+def real_builds(monkeypatch, tmp_path):
+    """Builds of libraries that, when they are loaded, leave a file of the name of their build."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    names = iter(("first", "second", "third"))
+
+    def real_build(ops, targets, folder, *, package, log):
+        name = next(names)
+        (folder / "mark.c").write_text(MARKS % (tmp_path / name))
+        command = [compiler, "-shared", "-fPIC", "-o", folder / "cpu.so", folder / "mark.c"]
+        subprocess.run(command, check=True, timeout=60)
+        return {CPU: folder / "cpu.so"}
+
+    monkeypatch.setattr(jit, "build", real_build)
+    return lambda: {name for name in ("first", "second", "third") if (tmp_path / name).exists()}
+
+
+@pytest.fixture
+def opener(tmp_path):
+    """Loads as operators' first calls do."""
+    from shared_csrc.native import library
+
+    return library.OpLibrary(f"apex_cache_{os.urandom(4).hex()}", str(tmp_path / "_ops.py"))._open
+
+
+def exchanged(op, tmp_path):
+    """A checked library in whose place another one lies, with a seal of its own."""
+    checked = built(op)
+    op.source.write_text("// other kernels\n")
+    other = built(op)
+    os.replace(trust.seal_path(other), trust.seal_path(checked))
+    os.replace(other, checked)
+    return checked
+
+
+def test_what_was_checked_is_what_is_loaded(op, cache, real_builds, opener, tmp_path):
+    opener(exchanged(op, tmp_path))
+    assert real_builds() == {"first"}
+
+
+def test_an_exchange_is_refused_where_open_files_have_no_names(
+    op, cache, real_builds, opener, tmp_path, monkeypatch
+):
+    checked, exists = exchanged(op, tmp_path), os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda p: not str(p).startswith("/proc") and exists(p))
+    with pytest.raises(BuildError, match=r"cpu.*\.so was exchanged after"):
+        opener(checked)
+    assert real_builds() == set()
+    opener(built(op))  # the checked file by its path
+    assert real_builds() <= {"second", "third"}
+    assert len(real_builds()) == 1
+
+
+def test_libraries_of_one_file_number_are_all_loaded(op, cache, real_builds, opener):
+    """The loader takes names for libraries, and the name of an open file has its number alone."""
+    numbers = []
+    for name in ("first", "second", "third"):
+        op.source.write_text(f"// {name}\n")
+        checked = built(op)
+        numbers.append(checked.descriptor)
+        opener(checked)
+        assert name in real_builds()
+        del checked
+    assert len(set(numbers)) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(numbers[0])  # nothing stays open
+
+
+def test_what_is_no_file_is_built_anew(op, cache, builds):
+    library = built(op)
+    os.unlink(library)
+    os.mkfifo(library)  # opening it must not wait for a writer
+    assert built(op).read_bytes() == b"a library"
+    assert builds.count == 2
 
 
 def test_a_library_that_root_provides_is_taken(op, cache, builds, monkeypatch):
