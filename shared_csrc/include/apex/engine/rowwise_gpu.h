@@ -256,9 +256,9 @@ class Row {
     }
   }
 
-  // body(pack, lane) for every element of this thread, of the same ones wherever the row lies: a sum
-  // has the same bits then. Where memory is not aligned, packs are loaded element by element, from
-  // lines that the first of them brings to the cache.
+  // body(pack, lane) for every element of this thread, of the same ones wherever the row lies: a
+  // sum has the same bits then. Where memory is not aligned, packs are loaded element by element,
+  // from lines that the first of them brings to the cache.
   template <class Body, class... Views>
   APEX_DEVICE void terms(const Body& body, const Views&... views) const {
     constexpr int N = pack_size<typename Views::storage...>();
