@@ -419,6 +419,14 @@ def sanitize(session):
     session.run("python", "ci/sanitize.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
 
 
+@nox.session
+def plants(session):
+    """Plant faults into GPU engines; does `emulate` find them? (-- NAME..., -- every: hours)."""
+    editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
+    install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
+    session.run("python", "ci/plants.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
+
+
 @nox.session(requires=["build"])
 def demo(session):
     """Train on real images at opt levels O0, O1, O2 and O5; print a table, draw a plot."""
