@@ -4,8 +4,10 @@ python ci/emulate.py [OP...] [PYTEST ARGUMENTS]
 
 Every op that is found is compiled for the emulator (docs/guides/gpu-without-a-gpu.md) and serves
 the tests' CPU tensors. Of every test function a few cases run; a case whose operands are too large
-to emulate is skipped with that reason. Planted bugs show that the emulator finds what it claims.
-Where ops are named, these alone are compiled, and their test files run.
+to emulate is skipped with that reason. A function that is tested over shapes has a case of each.
+The run prints which ways of the engines were compared (ci/launches.py), and fails where one was
+not. Planted bugs show that the emulator finds what it claims. Where ops are named, these alone are
+compiled, and their test files run; with further arguments, ways are printed and may be missing.
 """
 
 import os
@@ -25,6 +27,7 @@ from native import jit, toolchain, trust  # noqa: E402
 from native.build import Op, build, find_ops  # noqa: E402
 from native.targets import Target  # noqa: E402
 
+from ci import launches  # noqa: E402
 from ci.workspace import leading_ops, op_tests  # noqa: E402
 
 WORK = ROOT / ".nox" / "emulated"
@@ -34,6 +37,7 @@ MAX_OPERAND_BYTES = 512 << 10
 # Lanes of a warp, and the seed of the order in which threads run. Each launch is repeated in a
 # second order, which must give the same bits.
 RUNS = ({"APEX_EMULATE": "32"}, {"APEX_EMULATE": "64", "APEX_EMULATE_SEED": "7"})
+NOTES = WORK / "launches"
 ORDERS = "2"
 PLANTED = "shared_csrc/tests/emulation"
 # A process of tests loads every op's library. Each has a static thread-local variable; for those
@@ -62,15 +66,25 @@ def main(*words: str) -> None:
         "-p",
         "ci.sampling",
         "-p",
+        "ci.launches",
+        "-p",
         "ci.emulate",
     ]
     options += ["--cases-per-test", str(CASES_PER_TEST), "--device-tests-only", "--device", "cpu"]
     codes = [run_pytest({}, "-q", "-n", cores, PLANTED)] if not words else []
-    for run in RUNS:
+    shutil.rmtree(NOTES, ignore_errors=True)
+    NOTES.mkdir(parents=True)
+    for turn, run in enumerate(RUNS):
         print(f"warps of {run['APEX_EMULATE']} lanes", flush=True)
-        codes.append(run_pytest(run, *options, *tests, *arguments))
+        note = {launches.FOLDER: str(NOTES)}
+        turns = ["--every-shape", str(turn)]
+        codes.append(run_pytest(run | note, *options, *turns, *tests, *arguments))
+        if codes[-1] and "-x" in arguments:
+            break
     print(f"emulated in {time.monotonic() - start:.0f} s")
-    sys.exit(max(codes))
+    wrong = launches.report(NOTES, sorted(op.name for _, op in ops))
+    print("\n".join(wrong))
+    sys.exit(max(codes) or bool(wrong and not arguments))
 
 
 def chosen_tests(wanted: list[str], arguments: list[str]) -> list[str]:

@@ -47,6 +47,42 @@ def test_every_function_runs(tmp_path):
     ]
 
 
+SHAPED = """
+import pytest
+import torch
+
+SHAPES = {"empty": (0, 5), "one": (1, 1), "odd": (7, 33), "tail": (3, 1027), "block": (3, 776)}
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_shaped(dtype, shape, bias):
+    print("ran", shape, dtype, bias)
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_other(dtype):
+    print("other", dtype)
+"""
+
+
+def test_every_shape_has_a_case_and_two_turns_show_it_in_two_dtypes(tmp_path):
+    (tmp_path / "test_module.py").write_text(SHAPED)
+    ran = []
+    for turn in ("0", "1"):
+        options = ["-p", "ci.sampling", "--cases-per-test", "3", "--every-shape", turn, "-s"]
+        command = [sys.executable, "-m", "pytest", "-c", "/dev/null", *options, tmp_path]
+        output = run(*command, env={"PYTHONPATH": str(ROOT)}).stdout
+        assert len(re.findall("other", output)) == 3
+        ran += re.findall(r"ran (\(\d+, \d+\)) torch\.(\w+) (\w+)", output)
+    assert len(ran) == len(set(ran)) == 10
+    shapes = {shape for shape, _, _ in ran}
+    assert shapes == {"(0, 5)", "(1, 1)", "(7, 33)", "(3, 1027)", "(3, 776)"}
+    for shape in shapes:
+        assert {dtype for s, dtype, _ in ran if s == shape} == {"float32", "bfloat16"}
+        assert {bias for s, _, bias in ran if s == shape} == {"False", "True"}
+
+
 def test_shares_have_nothing_in_common_and_together_all():
     functions = [f"test_file.py::test_{i}" for i in range(600)]
     shares = [[f for f in functions if is_in_share(f, k, 3)] for k in (1, 2, 3)]

@@ -3,6 +3,8 @@
 
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "device.h"
 
@@ -17,6 +19,7 @@ struct Launch {
   dim3 grid, block;
   size_t shared_bytes;
   Stream* stream;
+  std::vector<int64_t> numbers;  // that are parameters, as rows and columns are, in their order
 };
 
 // Runs every block; raises std::runtime_error with a report of the first fault.
@@ -48,6 +51,18 @@ struct Call {
   }
 };
 
+// For who asks what a launch was: integers, and how many tensors or segments a parameter is of.
+template <class T>
+void add_numbers(std::vector<int64_t>& numbers, const T& parameter) {
+  if constexpr (std::is_integral_v<T>) {
+    numbers.push_back(parameter);
+  } else if constexpr (requires { parameter.tensors + 0; }) {
+    numbers.push_back(parameter.tensors);
+  } else if constexpr (requires { parameter.rows + parameter.count + 0; }) {
+    numbers.insert(numbers.end(), {parameter.rows, parameter.count});
+  }
+}
+
 template <class... Parameters, class... Arguments>
 void emulate(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
              Stream* stream, const Arguments&... arguments) {
@@ -57,8 +72,10 @@ void emulate(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared
         (parameter_bytes + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) +
         sizeof(Parameters)),
    ...);
+  std::vector<int64_t> numbers;
+  std::apply([&](const auto&... each) { (add_numbers(numbers, each), ...); }, call.parameters);
   run({&Call<Parameters...>::invoke, &call, sizeof(call), parameter_bytes,
-       reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream});
+       reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, numbers});
 }
 
 }  // namespace apex::emulation

@@ -86,6 +86,7 @@ void Machine::run(const Launch& wanted) {
   if (operands.changed) regions_.set_operands(operands.regions());
   operands.changed = false;
   check_size();
+  touched_.assign(regions_.operands().size(), 0);
   uint64_t orders = number_from("APEX_EMULATE_ORDERS", 1);
   std::string before = orders > 1 ? values() : "";
   run_blocks();
@@ -100,6 +101,7 @@ void Machine::run(const Launch& wanted) {
     run_blocks();
     compare(first);
   }
+  write_trace();
 }
 
 void Machine::run_blocks() {

@@ -82,6 +82,8 @@ class Machine {
   void run_blocks();
   std::string values() const;  // of all operands
   void compare(const std::string& expected) const;
+  void touch(const Region& region, size_t bytes);
+  void write_trace() const;
   void begin_block(uint64_t number);
   void run_block(uint64_t number);
   [[noreturn]] void abandon();
@@ -129,6 +131,7 @@ class Machine {
   size_t arena_used_ = 0, static_bytes_ = 0;
   std::vector<std::pair<const void*, void*>> shared_;
   uint64_t seed_ = 0, launches_ = 0;
+  std::vector<uint8_t> touched_;  // how this launch has used each operand, see trace.cpp
 };
 
 Machine& machine();
@@ -142,8 +145,9 @@ struct Unwatched {
   ~Unwatched() { running = before; }
 };
 
-std::string source_of(const void* pc);        // "foreach_gpu.h:75 (load_pack)", or empty
-std::string kernel_name(const void* kernel);  // "foreach_kernel<...>"
+std::string source_of(const void* pc);             // "foreach_gpu.h:75 (load_pack)", or empty
+std::string kernel_name(const void* kernel);       // "foreach_kernel<...>"
+std::string image_and_offset(const void* kernel);  // "/path/of/the/library 0x1a2b"
 bool is_constant(uintptr_t address, size_t bytes);
 std::string text(const Index& index);
 std::string text(const Site& site);

@@ -97,6 +97,14 @@ std::string kernel_name(const void* kernel) {
   return lines.size() < 2 ? "(unknown)" : short_name(lines[lines.size() - 2]);
 }
 
+std::string image_and_offset(const void* kernel) {
+  const Image& image = own_image();
+  char offset[32];
+  std::snprintf(offset, sizeof offset, " 0x%zx",
+                static_cast<size_t>(reinterpret_cast<uintptr_t>(kernel) - image.base));
+  return image.path + offset;
+}
+
 std::string source_of(const void* pc) {
   if (pc == nullptr) return "";
   // One byte back: the address is that of the instruction behind the call.

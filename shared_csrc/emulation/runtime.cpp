@@ -6,6 +6,7 @@
 #include "memory.cpp"
 #include "report.cpp"
 #include "schedule.cpp"
+#include "trace.cpp"
 #include "undefined.cpp"
 #if defined(APEX_EMULATE_TENSORS)
 #include "tensors.cpp"

@@ -1,5 +1,7 @@
 """The dtypes, shapes and memory layouts that every op is tested over."""
 
+import os
+
 import torch
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -14,6 +16,26 @@ SHAPES = {
     "vector": (5, 256),
     "tall": (65_537, 7),
 }
+# Sizes of lists of tensors: more than a launch's block takes, and more than a chunk of a sum.
+LARGE = [100_003]
+SEVERAL_CHUNKS = [65_535, 65_536, 65_537, 300_001]
+
+if os.environ.get("APEX_EMULATE"):
+    # An emulated GPU takes too long for these: the tall matrix, too, has more splits than a block
+    # has rows of threads, and more than one tile to sort.
+    SHAPES["tall"] = (1185, 7)
+    LARGE, SEVERAL_CHUNKS = [9001], [5, 65_537]
+
+
+def for_gpus(**shapes) -> dict:
+    """Return shapes that matter to GPU engines alone; none where no GPU is there or emulated.
+
+    Rows of 513 to 1,024 columns, and those of more, have blocks of their own.
+    """
+    return shapes if os.environ.get("APEX_EMULATE") or torch.cuda.is_available() else {}
+
+
+SHAPES |= for_gpus(block=(3, 776))
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:

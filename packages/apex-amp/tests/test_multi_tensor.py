@@ -7,10 +7,10 @@ import torch
 
 from apex.amp.multi_tensor import axpby, scale, scale_
 from apex.amp.multi_tensor.lists import axpby_lists, scale_lists
-from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, opcheck_samples
+from apex_testkit import FLOATS, LARGE, LAYOUTS, assert_as_accurate_as, opcheck_samples
 from apex_testkit.grids import channels_last
 
-SIZES = {"one": [1], "odd": [1, 7, 1023], "empty": [0, 5], "many": [3] * 200, "large": [100_003]}
+SIZES = {"one": [1], "odd": [1, 7, 1023], "empty": [0, 5], "many": [3] * 200, "large": LARGE}
 BAD = [float("inf"), float("-inf"), float("nan")]
 HALF_OR_FLOAT = [torch.float32, torch.float16, torch.bfloat16]
 PAIRS = [*itertools.product(HALF_OR_FLOAT, HALF_OR_FLOAT), (torch.float64, torch.float64)]

@@ -11,9 +11,9 @@ import torch
 
 from apex.contrib.openfold_triton.adam_swa import adam_swa_step
 from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamSWA
-from apex_testkit import HALVES, assert_as_accurate_as, opcheck_samples
+from apex_testkit import HALVES, LARGE, assert_as_accurate_as, opcheck_samples
 
-SIZES = {"odd": [1, 7, 1023], "empty": [0, 5], "large": [100_003]}
+SIZES = {"odd": [1, 7, 1023], "empty": [0, 5], "large": LARGE}
 NUMBERS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 STORED = [torch.float32, *HALVES]
 

@@ -6,6 +6,7 @@ import torch
 from apex.contrib._shared.native.operands import statistics_dtype
 from apex.contrib.group_batch_norm import ops
 from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit.grids import for_gpus
 from apex_testkit.opcheck import opcheck_samples
 
 SIZES = {  # rows, channels
@@ -16,6 +17,7 @@ SIZES = {  # rows, channels
     "tail": (400, 70),
     "wide": (15, 1100),
     "long": (40_001, 2),
+    **for_gpus(block=(5, 776)),
 }
 GRID = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -19,6 +19,7 @@ from apex.contrib.group_norm.group_norm import (
 from apex.contrib.group_norm.group_norm_nhwc import ops
 from apex_testkit import FLOATS, assert_as_accurate_as, assert_same_bits, opcheck_samples
 from apex_testkit.formulas import CHECKS, Case, check_sharded
+from apex_testkit.grids import for_gpus
 
 EPS = 1e-3
 HALVES = (torch.float16, torch.bfloat16)
@@ -102,6 +103,7 @@ SHAPES = {
     "samples": ((17, 64, 2, 3), 32),
     "parts": ((3, 40, 33, 35), 4),
     "vector": ((1, 32, 20, 20), 8),
+    **for_gpus(block=((2, 776, 2, 2), 8), wide=((1, 1032, 2, 1), 4)),
 }
 LAYOUTS = {
     "channels-last": channels_last,

@@ -11,6 +11,7 @@ from apex.contrib.transducer.transducer_joint import ops
 from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, assert_same_bits, opcheck_samples
 from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case, check_sharded
+from apex_testkit.grids import for_gpus
 
 
 def oracle(f, g, f_len, g_len, relu=False, keep=None, scale=1.0):
@@ -71,6 +72,7 @@ SIZES = {
     "one label": (2, 5, 1, 64),
     "one frame": (2, 1, 9, 33),
     "odd": (4, 11, 6, 63),
+    **for_gpus(block=(2, 2, 2, 776), wide=(1, 2, 2, 1027)),
 }
 
 

@@ -13,6 +13,7 @@ from apex.contrib.transducer.transducer_loss import ops
 from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, assert_same_bits, opcheck_samples
 from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case, check_sharded
+from apex_testkit.grids import for_gpus
 
 BLANK = 2
 
@@ -87,6 +88,7 @@ SIZES = {
     "one frame": (2, 1, 4, 9),
     "long": (2, 40, 9, 33),
     "odd classes": (2, 6, 5, 63),
+    **for_gpus(block=(2, 2, 2, 776), wide=(1, 2, 2, 1027)),
 }
 
 

@@ -14,7 +14,7 @@ from apex_testkit import (
     assert_same_bits,
     opcheck_samples,
 )
-from apex_testkit.grids import HALVES
+from apex_testkit.grids import HALVES, for_gpus
 
 # Rows of one, some and many packs; of a block and of several spans; more rows than a GPU's grid.
 SHAPES = {
@@ -25,6 +25,7 @@ SHAPES = {
     "lm": (5, 32_000),
     "gpt2": (3, 50_257),
     "tall": (65_537, 3),
+    **for_gpus(block=(3, 776)),
 }
 NO_PADDING = None
 

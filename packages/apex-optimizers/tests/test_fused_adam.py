@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdam
-from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit import FLOATS, LARGE, assert_as_accurate_as
 from apex_testkit.grids import HALVES
 from apex_testkit.optimizers import adam_reference, run_steps
 
@@ -16,7 +16,7 @@ SIZES = {
     "empty": [0, 5],
     "scalar": [()],
     "many": [3] * 200,
-    "large": [100_003],
+    "large": LARGE,
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.optimizers import FusedLAMB
-from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit import FLOATS, LARGE, assert_as_accurate_as
 from apex_testkit.grids import LAYOUTS, channels_last
 from apex_testkit.optimizers import run_steps
 from apex_testkit.optimizers_lamb import lamb_reference
@@ -15,7 +15,7 @@ SIZES = {
     "empty": [0, 5],
     "scalar": [()],
     "many": [3] * 70,
-    "large": [100_003],
+    "large": LARGE,
 }
 OPTIONS = {
     "default": {},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.optimizers import FusedLARS
-from apex_testkit import FLOATS, HALVES, assert_as_accurate_as
+from apex_testkit import FLOATS, HALVES, LARGE, assert_as_accurate_as
 from apex_testkit.amp_masters import check_masters_and_copies
 from apex_testkit.optimizers import run_steps
 from apex_testkit.optimizers_lars import lars_reference
@@ -17,7 +17,7 @@ SIZES = {
     "empty": [0, 5, 0],
     "scalar": [()],
     "many": [3] * 200,
-    "large": [100_003],
+    "large": LARGE,
 }
 OPTIONS = {
     "plain": {},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.optimizers import FusedNovoGrad
-from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit import FLOATS, LARGE, assert_as_accurate_as
 from apex_testkit.optimizers import run_steps
 from apex_testkit.optimizers_novograd import novograd_reference
 
@@ -16,7 +16,7 @@ SIZES = {
     "empty": [0, 5, 0],
     "scalar": [()],
     "many": [3] * 200,
-    "large": [100_003],
+    "large": LARGE,
 }
 OPTIONS = {
     "plain": {},

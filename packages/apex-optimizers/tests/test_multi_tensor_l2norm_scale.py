@@ -5,7 +5,7 @@ import torch
 
 from apex.multi_tensor_apply import multi_tensor_l2norm_scale
 from apex.multi_tensor_apply.multi_tensor_l2norm_scale import multi_tensor_scale_squares
-from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit import FLOATS, SEVERAL_CHUNKS, assert_as_accurate_as
 from apex_testkit.grids import HALVES, LAYOUTS, channels_last
 from apex_testkit.opcheck import opcheck_samples
 
@@ -16,7 +16,7 @@ SIZES = {
     "with_empty": [0, 5, 0, 64, 0],
     "scalar": [()],
     "many": [3] * 300,
-    "large": [65_535, 65_536, 65_537, 300_001],
+    "large": SEVERAL_CHUNKS,
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.multi_tensor_apply import multi_tensor_axpby, multi_tensor_scale
-from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit import FLOATS, SEVERAL_CHUNKS, assert_as_accurate_as
 
 # Packs are of 64 elements.
 SIZES = {
@@ -16,7 +16,7 @@ SIZES = {
     "with_empty": [0, 5, 0, 64, 0],
     "scalar": [()],
     "many": [3] * 300,
-    "large": [65_535, 65_536, 65_537, 300_001],
+    "large": SEVERAL_CHUNKS,
 }
 NARROW = [torch.float32, torch.float16, torch.bfloat16]
 

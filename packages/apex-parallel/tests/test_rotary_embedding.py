@@ -16,6 +16,7 @@ from apex.transformer.functional.fused_rope import (
 )
 from apex_testkit import FLOATS, HALVES, LAYOUTS, assert_as_accurate_as, opcheck_samples
 from apex_testkit.formulas import CHECKS, Case, check_sharded
+from apex_testkit.grids import for_gpus
 
 # [sequence, batch, heads, d], and how many channels are rotated; "tall" has over 65,536 rows.
 SHAPES = {
@@ -26,6 +27,7 @@ SHAPES = {
     "vector": ((4, 1, 2, 128), 128),
     "tall": ((7283, 1, 9, 6), 4),
     "copied": ((3, 2, 2, 70), 0),
+    **for_gpus(block=((2, 1, 2, 776), 776), wide=((2, 1, 1, 1100), 1032)),
 }
 
 

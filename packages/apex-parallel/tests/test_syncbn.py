@@ -5,7 +5,7 @@ import torch
 
 from apex.parallel import syncbn
 from apex_testkit.accuracy import assert_as_accurate_as
-from apex_testkit.grids import FLOATS
+from apex_testkit.grids import FLOATS, for_gpus
 from apex_testkit.opcheck import opcheck_samples
 
 # [N, C, elements], walked as rows of elements, or as [N * elements, C]
@@ -17,6 +17,7 @@ SIZES = {
     "tall": (700, 3, 10),
     "wide": (5, 1100, 3),
     "long": (2, 3, 20_001),
+    **for_gpus(block=(3, 2, 776), channels=(2, 776, 3)),
 }
 LAYOUTS = pytest.mark.parametrize("last", [False, True], ids=["channel_first", "channel_last"])
 GRID = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())

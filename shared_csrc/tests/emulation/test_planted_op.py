@@ -53,3 +53,23 @@ def test_reports(width, tmp_path_factory):
     for report, (message, bug) in zip(reports, [*BUGS.items()] * 2, strict=True):
         assert report.startswith(f"{bug} emulated GPU: {message}"), report
         assert "kernel: planted::copy" in report, report
+
+
+@pytest.mark.builds
+def test_trace(tmp_path, tmp_path_factory):
+    """A line for each launch: library and kernel, grid, block, numbers, how memory was used."""
+    cache = tmp_path_factory.getbasetemp() / "planted-op-cache"
+    trace = tmp_path / "trace"
+    environment = {"APEX_EMULATE": "32", "APEX_CACHE_DIR": str(cache), "APEX_JIT": "1"}
+    environment |= {"PYTHONPATH": str(SHARED.parent), "APEX_EMULATE_TRACE": str(trace)}
+    command = [sys.executable, "-c", SCRIPT.format(count=0)]
+    subprocess.run(command, env=os.environ | environment, check=True, timeout=300)
+    lines = trace.read_text().splitlines()
+    assert len(lines) == 2
+    where, grid, block, numbers, used = lines[0].split("\t")
+    library, offset = where.rsplit(" ", 1)
+    assert library.endswith("emu.so")
+    assert int(offset, 16) > 0
+    assert [len(text.split()) for text in (grid, block, used)] == [3, 3, 3]
+    assert numbers.split() == ["100"]
+    assert used == "0 100 0"

@@ -1,0 +1,305 @@
+"""Which ways through the GPU engines the emulated launches took, and which were compared.
+
+The emulator writes a line for each launch (shared_csrc/emulation/trace.cpp). As a pytest plugin,
+this module keeps those of tests that passed and compared numbers with a formula in PyTorch; the
+rest is for `ci/emulate.py`, which prints, for each op, the ways that were compared. A way of an
+engine that no compared row of the op took is an error, unless `accepted_ways.toml` has a reason.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ACCEPTED = Path(__file__).with_name("accepted_ways.toml")
+FOLDER = "APEX_LAUNCHES"  # the variable that names the folder of notes
+TRACE = "APEX_EMULATE_TRACE"
+# Comparisons that a test has with numbers from elsewhere; but not those of a function with itself:
+# a kernel that is wrong is wrong twice in the same way.
+COMPARISONS = ("assert_as_accurate_as", "assert_close", "equal")
+WITH_ITSELF = "assert_same_bits"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A line of the trace: where a kernel is, its grid, its numbers, how memory was used."""
+
+    library: str
+    offset: int
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    numbers: tuple[int, ...]
+    # Elements of the largest operand that was used by packs, by single elements, and by both.
+    packs: int
+    singles: int
+    both: int
+
+    @classmethod
+    def parse(cls, line: str) -> "Launch":
+        where, grid, block, numbers, used = line.rstrip("\n").split("\t")
+        library, offset = where.rsplit(" ", 1)
+        grid, block, numbers, used = (
+            tuple(map(int, text.split())) for text in (grid, block, numbers, used)
+        )
+        return cls(library, int(offset, 16), grid, block, numbers, *used)
+
+
+# The ways of each kernel, by a part of their names. Which of them a launch took is in `ways`, and
+# an op that launches the kernel must have each way of the second column compared.
+
+
+def memory(launch: Launch, least: int = 1) -> set[str]:
+    """How elements were loaded; an operand of up to `least` of them is a number, no row."""
+    named = {
+        "packs": launch.packs or launch.both,
+        "a rest behind packs": launch.both,
+        "single elements": launch.singles > least,
+    }
+    return {way for way, taken in named.items() if taken}
+
+
+def of_rows(launch: Launch) -> set[str]:
+    rows, _, staged = launch.numbers[:3]
+    threads, at_once = launch.block[:2]
+    way = "several rows a block" if at_once > 1 else f"a row a block of {threads}"
+    found = memory(launch, rows) | {way}
+    return found | ({"staged"} if staged else set())
+
+
+def of_columns(launch: Launch) -> set[str]:
+    rows, columns = launch.numbers[:2]
+    splits = launch.grid[1]
+    return {
+        "one split" if splits == 1 else "several splits",
+        "few columns" if columns <= 32 else "several tiles of columns",
+        "four rows in flight" if rows // splits >= 32 else "few rows",
+    }
+
+
+def of_merges(launch: Launch) -> set[str]:
+    splits = launch.numbers[0]
+    return {"one split" if splits == 1 else "2 to 8 splits" if splits <= 8 else "more splits"}
+
+
+def of_lists(launch: Launch) -> set[str]:
+    (tensors,) = launch.numbers[:1]
+    found = memory(launch) | {"one tensor" if tensors == 1 else "several tensors"}
+    return found | ({"several blocks of a tensor"} if launch.grid[0] > tensors else set())
+
+
+def of_digits(launch: Launch) -> set[str]:
+    tiles, shift = launch.grid[0], launch.numbers[1]
+    return {
+        "one tile" if tiles == 1 else "several tiles",
+        "the first digit" if shift == 0 else "further digits",
+    }
+
+
+def of_segments(launch: Launch) -> set[str]:
+    rows, segments = launch.numbers[:2]
+    found = memory(launch, max(rows, segments))
+    return found | {"one tile" if rows <= 128 else "sums of tiles before"}
+
+
+def of_samples(launch: Launch) -> set[str]:
+    return {"one sample" if launch.grid[0] == 1 else "several samples"}
+
+
+MEMORY = {"packs", "a rest behind packs", "single elements"}
+COLUMNS = {"one split", "several splits", "several tiles of columns", "four rows in flight"}
+KERNELS = {
+    "rowwise_kernel": (
+        of_rows,
+        MEMORY | {"several rows a block", "a row a block of 128", "a row a block of 256"},
+    ),
+    "colwise_tiles": (of_columns, COLUMNS),
+    "sample_tiles": (of_columns, COLUMNS),
+    "colwise_merge": (of_merges, {"one split", "2 to 8 splits", "more splits"}),
+    "foreach_kernel": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
+    "foreach_fold_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
+    "foreach_reduce_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
+    "segment_digits": (
+        of_digits,
+        {"one tile", "several tiles", "the first digit", "further digits"},
+    ),
+    "segment_sums": (of_segments, MEMORY | {"one tile", "sums of tiles before"}),
+    "samplewise_kernel": (of_samples, {"several samples"}),
+}
+
+
+def ways(kernel: str, launch: Launch) -> set[str]:
+    """Which ways of its engine a launch took; none of a kernel that has only one."""
+    return KERNELS[kernel][0](launch) if kernel in KERNELS else set()
+
+
+@functools.cache
+def _symbols(library: str) -> dict[int, str]:
+    command = ["nm", "-C", "--defined-only", library]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    found = (line.split(" ", 2) for line in lines.splitlines())
+    return {int(where, 16): name for where, kind, name in found if kind in "tTwW"}
+
+
+def kernel_of(launch: Launch) -> str:
+    """``rowwise_kernel`` of ``void apex::emu::rowwise_kernel<...>(...)``."""
+    name = _symbols(launch.library).get(launch.offset, "")
+    return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].rpartition("::")[2]
+
+
+def op_of(library: str) -> str:
+    """Of a library in the cache, whose folder is called package-op-digest."""
+    return Path(library).parent.name.split("-")[-2]
+
+
+def read_notes(folder: Path) -> dict[str, dict[str, set[str]]]:
+    """Return, for each op and each of its kernels, the ways that were compared."""
+    found: dict = defaultdict(lambda: defaultdict(set))
+    for file in sorted(folder.glob("*.json")):
+        notes = json.loads(file.read_text())
+        for line in [*notes["compared"], *notes["launched"]]:
+            launch = Launch.parse(line)
+            kernel = kernel_of(launch)
+            taken = found[op_of(launch.library)][kernel]
+            if line in notes["compared"]:
+                taken |= ways(kernel, launch)
+    return found
+
+
+def missing_ways(found: dict[str, dict[str, set[str]]], ops: list[str]) -> list[tuple]:
+    """Return (op, kernel, ways) where no row was compared; (op, "", {}) where nothing ran."""
+    missing = []
+    for op in ops:
+        if not found.get(op):
+            missing.append((op, "", frozenset()))
+        for kernel, taken in sorted(found.get(op, {}).items()):
+            lacks = KERNELS[kernel][1] - taken if kernel in KERNELS else set()
+            if lacks:
+                missing.append((op, kernel, frozenset(lacks)))
+    return missing
+
+
+def accepted_ways(file: Path = ACCEPTED) -> dict[tuple[str, str], set[str]]:
+    """Return the ways that may be missing, by op and kernel; each entry has its reason."""
+    accepted: dict = defaultdict(set)
+    for entry in tomllib.loads(file.read_text()).get("accepted", []):
+        if not entry.get("reason"):
+            raise ValueError(f"{file.name}: {entry} has no reason")
+        for op in entry["ops"]:
+            accepted[op, entry.get("kernel", "")] |= set(entry.get("ways", []))
+    return accepted
+
+
+def report(folder: Path, ops: list[str], file: Path = ACCEPTED) -> list[str]:
+    """Print the compared ways of each op; return what is wrong, a sentence each."""
+    found, accepted = read_notes(folder), accepted_ways(file)
+    for op in ops:
+        for kernel, taken in sorted(found.get(op, {}).items()):
+            if kernel in KERNELS:
+                print(f"{op}: {kernel}: {', '.join(sorted(taken)) or 'nothing was compared'}")
+    wrong, needed = [], defaultdict(set)
+    for op, kernel, lacks in missing_ways(found, ops):
+        known = accepted.get((op, kernel))
+        needed[op, kernel] |= lacks
+        if not kernel and known is None:
+            wrong.append(f"{op}: no test of it ran a kernel that the emulator saw")
+        elif lacks - (known or set()):
+            named = ", ".join(sorted(lacks - (known or set())))
+            wrong.append(f"{op}: {kernel}: no compared row took: {named}")
+    for (op, kernel), names in accepted.items():
+        is_stale = (op, kernel) not in needed or names - needed[op, kernel]
+        if op in ops and is_stale:
+            named = ", ".join(sorted(names - needed[op, kernel])) or "all"
+            wrong.append(f"{op}: {kernel}: {file.name} accepts what was compared: {named}")
+    return wrong
+
+
+# What follows is the plugin.
+
+
+class Notes:
+    """What this process launched; a launch of a passed test that compared numbers counts."""
+
+    def __init__(self, folder: Path):
+        name = f"{os.environ.get('APEX_EMULATE', '')}-{os.getpid()}"
+        self.trace = folder / f"{name}.trace"
+        self.file = folder / f"{name}.json"
+        self.read = 0
+        self.has_compared = False
+        self.launched: set[str] = set()
+        self.compared: set[str] = set()
+        os.environ[TRACE] = str(self.trace)
+
+    def new_lines(self) -> set[str]:
+        if not self.trace.exists():
+            return set()
+        with self.trace.open() as file:
+            file.seek(self.read)
+            lines = set(file)
+            self.read = file.tell()
+        return lines
+
+    def watch(self, module, name: str) -> None:
+        comparison = getattr(module, name)
+
+        @functools.wraps(comparison)
+        def compare(*arguments, **options):
+            before = self.has_compared
+            result = comparison(*arguments, **options)
+            self.has_compared = before if name == WITH_ITSELF else True
+            return result
+
+        setattr(module, name, compare)
+
+    def end_test(self, has_passed: bool) -> None:
+        lines = self.new_lines()
+        self.launched |= lines
+        if has_passed and self.has_compared:
+            self.compared |= lines
+        self.has_compared = False
+
+    def write(self) -> None:
+        notes = {"compared": sorted(self.compared), "launched": sorted(self.launched)}
+        self.file.write_text(json.dumps(notes))
+        self.trace.unlink(missing_ok=True)
+
+
+def pytest_configure(config):
+    if not os.environ.get(FOLDER):
+        return
+    import torch
+
+    import apex_testkit
+
+    notes = Notes(Path(os.environ[FOLDER]))
+    for module in (apex_testkit, apex_testkit.accuracy, torch.testing, torch):
+        for name in (*COMPARISONS, WITH_ITSELF):
+            if hasattr(module, name):
+                notes.watch(module, name)
+    config.pluginmanager.register(NotesPlugin(notes))
+
+
+class NotesPlugin:
+    def __init__(self, notes: Notes):
+        self.notes = notes
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if call.when == "call":
+            self.notes.end_test(report.passed)
+        return report
+
+    def pytest_sessionfinish(self):
+        self.notes.write()
