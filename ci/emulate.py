@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +38,6 @@ MAX_OPERAND_BYTES = 512 << 10
 # Lanes of a warp, and the seed of the order in which threads run. Each launch is repeated in a
 # second order, which must give the same bits.
 RUNS = ({"APEX_EMULATE": "32"}, {"APEX_EMULATE": "64", "APEX_EMULATE_SEED": "7"})
-NOTES = WORK / "launches"
 ORDERS = "2"
 PLANTED = "shared_csrc/tests/emulation"
 # A process of tests loads every op's library. Each has a static thread-local variable; for those
@@ -72,17 +72,17 @@ def main(*words: str) -> None:
     ]
     options += ["--cases-per-test", str(CASES_PER_TEST), "--device-tests-only", "--device", "cpu"]
     codes = [run_pytest({}, "-q", "-n", cores, PLANTED)] if not words else []
-    shutil.rmtree(NOTES, ignore_errors=True)
-    NOTES.mkdir(parents=True)
+    notes = Path(tempfile.mkdtemp(prefix="launches-"))
     for turn, run in enumerate(RUNS):
         print(f"warps of {run['APEX_EMULATE']} lanes", flush=True)
-        note = {launches.FOLDER: str(NOTES)}
+        note = {launches.FOLDER: str(notes)}
         turns = ["--every-shape", str(turn)]
         codes.append(run_pytest(run | note, *options, *turns, *tests, *arguments))
         if codes[-1] and "-x" in arguments:
             break
     print(f"emulated in {time.monotonic() - start:.0f} s")
-    wrong = launches.report(NOTES, sorted(op.name for _, op in ops))
+    wrong = launches.report(notes, sorted(op.name for _, op in ops))
+    shutil.rmtree(notes)
     print("\n".join(wrong))
     sys.exit(max(codes) or bool(wrong and not arguments))
 
