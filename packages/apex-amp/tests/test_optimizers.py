@@ -230,37 +230,6 @@ def test_schedulers_raise_no_warning(level, scheduler_first):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("loss_scale", [1.0, 8.0, "dynamic"])
-def test_sparse_gradients(loss_scale, passes):
-    def grads(scale, **kwargs):
-        torch.manual_seed(0)
-        model = nn.Embedding(10, 4, sparse=True)
-        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=scale)
-        for _ in range(passes):
-            loss = (model(torch.tensor([1, 1, 3])) * torch.arange(12.0).view(3, 4)).sum()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        return model.weight.grad
-
-    actual = grads(loss_scale)
-    assert actual.is_sparse
-    expected = torch.zeros(10, 4)
-    expected[1], expected[3] = torch.arange(4.0) * 2 + 4, torch.arange(4.0) + 8
-    assert torch.equal(actual.to_dense(), passes * expected)
-
-
-def test_sparse_gradients_of_masters():
-    model, optimizer = build(model=nn.Embedding(10, 4, sparse=True))
-    for _ in range(2):
-        with amp.scale_loss(model(torch.tensor([1, 1])).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-    (master,) = amp.master_params(optimizer)
-    assert torch.equal(master.grad[1], torch.full((4,), 4.0))
-    assert master.grad.abs().sum() == 16.0
-
-
 def test_attributes_that_are_taken():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

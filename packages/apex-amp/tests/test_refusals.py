@@ -27,6 +27,13 @@ def bad_model(**dtypes):
     return model
 
 
+class Wrapper:
+    """As Lightning's and Accelerate's, which are no torch optimizers."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
 def wrapped_in_data_parallel():
     return nn.DataParallel(nn.Linear(2, 2))
 
@@ -43,6 +50,8 @@ REFUSED = [
     (lambda m, o: init("model"), TypeError, "models must be"),
     (lambda m, o: init([m, 3]), TypeError, "int at index 1"),
     (lambda m, o: init(m, "adam"), TypeError, "optimizers"),
+    (lambda m, o: init(m, Wrapper(o)), TypeError, r"It wraps a SGD: pass its `\.optimizer`"),
+    (lambda m, o: init(m, [o, Wrapper(sgd(m))]), TypeError, r"optimizers\[1\].*pass its `\.opt"),
     (lambda m, o: init(m, [o, m]), TypeError, r"optimizers\[1\]"),
     (lambda m, o: init(m, [o, o]), RuntimeError, "twice"),
     (lambda m, o: init(m, [o, sgd(m)], opt_level="O2"), RuntimeError, r"also in optimizers\[0\]"),
@@ -60,6 +69,11 @@ REFUSED = [
     (lambda m, o: init(m, o, cast_model_outputs="half"), TypeError, "cast_model_outputs"),
     (lambda m, o: init(bad_model(weight=half), o), RuntimeError, "parameter weight"),
     (lambda m, o: init(bad_model(bias=torch.float64), o), RuntimeError, "parameter bias"),
+    (
+        lambda m, o: init(m.double(), o),
+        RuntimeError,
+        r"no level for torch\.float64: call model\.fl",
+    ),
     (lambda m, o: init(bad_model(running_var=bfloat16), o), RuntimeError, "buffer running_var"),
     (lambda m, o: init(wrapped_in_data_parallel(), o), RuntimeError, "DataParallel"),
 ]
@@ -80,7 +94,7 @@ def test_refusals_change_nothing(call, error, text, earlier):
     assert (optimizer.step, model.forward) == (step, forward)
     assert not hasattr(optimizer, "_amp_stash")
     assert torch.is_autocast_enabled("cpu") == active == (earlier == "O1")
-    assert model.weight.dtype is torch.float32
+    assert model.weight.dtype in (torch.float32, torch.float64)
 
 
 def test_apex_ddp_is_refused(monkeypatch):
@@ -105,6 +119,13 @@ def test_second_initialization_of_an_optimizer():
     _, optimizer = init(model, sgd(model))
     with pytest.raises(RuntimeError, match="initialized before"):
         init(model, optimizer)
+
+
+def test_scale_loss_names_what_a_wrapper_holds():
+    model, optimizer = init(model := nn.Linear(2, 2), sgd(model))
+    block = amp.scale_loss(model(torch.ones(1, 2)).sum(), Wrapper(optimizer))
+    with pytest.raises(TypeError, match=r"pass its `\.optimizer`"), block:
+        pass
 
 
 def test_cudnn_must_be_enabled(monkeypatch):

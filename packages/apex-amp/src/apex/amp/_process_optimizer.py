@@ -24,6 +24,7 @@ from .gradients.backward import (
 from .gradients.stash import AmpOptimizerState
 from .masters import optimizer_methods, optimizer_state
 from .masters.exact import make_master
+from .masters.owners import note_owner
 from .multi_tensor.lists import scale_lists
 
 __all__ = [
@@ -70,7 +71,9 @@ def _check_params(groups: list[dict[str, Any]], masters: bool) -> None:
             if not is_left_alone and param.dtype not in (*HALVES, torch.float32):
                 raise TypeError(
                     f"amp: param_groups[{g}]['params'][{i}] is {param.dtype} on {param.device}; "
-                    "optimizers under amp take float32, float16 and bfloat16 parameters."
+                    "optimizers under amp take float32, float16 and bfloat16 parameters. Call "
+                    "model.float() before you make the optimizer, or give this parameter to an "
+                    "optimizer that amp does not see."
                 )
 
 
@@ -246,4 +249,5 @@ def _process_optimizer(optimizer: Any, properties: Properties) -> Any:
         setattr(optimizer, name, function.__get__(optimizer))
     for name, function in replaced.items():
         optimizer_methods.replace_method(optimizer, name, function)
+    note_owner(optimizer)
     return optimizer

@@ -18,11 +18,11 @@ from .casting.levels import O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from .gradients.scaler_state import parsed
 from .handle import NoOpHandle
 from .masters.checks import (
-    check_masters_are_apart,
     check_models,
     check_optimizers,
     check_params_fp32,
 )
+from .masters.owners import check_masters_are_apart
 
 __all__ = [
     "O0",
@@ -106,7 +106,8 @@ def initialize(
         TypeError: an argument is of the wrong type.
         RuntimeError: unknown ``opt_level``, an option that does not go with it, a model that is
             wrapped for data parallelism or not in float32, an optimizer that was initialized
-            before, two with master weights that share a parameter, or cuDNN is switched off.
+            before, two that share a parameter and have master weights (also one of an
+            earlier call that is still in use), or cuDNN is switched off.
         ValueError: a loss scale or ``num_losses`` out of range.
 
     Source:
@@ -129,8 +130,7 @@ def initialize(
         if enabled:
             properties = _resolve(overrides)
             model_list, optimizer_list = _checked(models, optimizers)
-            if properties.master_weights:
-                check_masters_are_apart(optimizer_list)
+            check_masters_are_apart(optimizer_list, bool(properties.master_weights))
             _check_numbers(num_losses, hysteresis, cast_model_outputs)
             _initialize(
                 *(model_list, optimizer_list, properties, num_losses, cast_model_outputs),

@@ -48,7 +48,10 @@ def _own_memory(grad: Tensor) -> Tensor:
 def unscale_to_masters(
     scaler: LossScaler, model_params: Sequence[Tensor], masters: Sequence[Tensor]
 ) -> None:
-    """``master.grad += model.grad / scale`` for each pair whose model gradient is there."""
+    """``master.grad += model.grad / scale`` for each pair whose model gradient is there.
+
+    A sparse gradient stays sparse, unless it is added to a dense one.
+    """
     grads = _dense_grads(model_params)
     if len(grads) == len(masters) and set(map(_GRAD, masters)) == {None}:
         master_grads = [torch.empty_like(g, dtype=torch.float32) for g in grads]
@@ -63,7 +66,12 @@ def unscale_to_masters(
         if grad is None:
             continue
         if grad.layout is not torch.strided:
-            grad = grad.to_dense()
+            # Widened first: the sum of duplicate entries is not rounded to 16 bits.
+            wide, scales = grad.to(master.dtype), (scaler.loss_scale(), 1.0, 1.0)
+            master.grad = _unscale_sparse(scaler, wide, master_grad, scales)
+            continue
+        if master_grad is not None and master_grad.layout is not torch.strided:
+            master_grad = master.grad = master_grad.to_dense()
         grads, master_grads = accumulated
         if master_grad is None:
             grads, master_grads = new

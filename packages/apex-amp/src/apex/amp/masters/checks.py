@@ -79,12 +79,10 @@ def check_params_fp32(models: Sequence[torch.nn.Module]) -> None:
 def _advice(dtype: torch.dtype) -> str:
     if dtype in HALVES:
         return "Leave casts to amp: remove calls of .half() or .bfloat16() on the model."
-    if dtype is torch.float64:
-        return (
-            "amp has no level for float64: call model.float() first, and make the optimizer after "
-            "it; or train this model without amp."
-        )
-    return f"amp has no level for {dtype}: call model.float() first, or keep it out of models."
+    return (
+        f"amp has no level for {dtype}: call model.float() first, and make the optimizer after it; "
+        "or train this model without amp."
+    )
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -120,19 +118,3 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
             )
     if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
         raise RuntimeError("amp.initialize: an optimizer occurs twice in optimizers.")
-
-
-def check_masters_are_apart(optimizers: Sequence[Any]) -> None:
-    """Raise ``RuntimeError`` if optimizers that are to have master weights share a parameter."""
-    owners: dict[int, int] = {}
-    for i, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            for k, param in enumerate(group["params"]):
-                owner = owners.setdefault(id(param), i)
-                if owner != i:
-                    raise RuntimeError(
-                        f"amp.initialize: optimizers[{i}].param_groups[{g}]['params'][{k}] is also "
-                        f"in optimizers[{owner}]. Each would step on a master weight of its own, "
-                        "and undo the other's steps. Give it to one of them, or use a level "
-                        "without master weights, such as O1 or O4."
-                    )

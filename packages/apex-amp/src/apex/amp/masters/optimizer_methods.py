@@ -15,6 +15,7 @@ import torch
 from .._amp_state import _amp_state, maybe_print
 from ..casting.casts import HALVES
 from .exact import make_master
+from .owners import check_has_no_owner
 
 _CLOSURE_TEXT = (
     "amp: {name}.step was called with a closure, which is not supported {when}. Compute the loss, "
@@ -143,8 +144,11 @@ def add_param_group_with_masters(self: Any, new_group: dict[str, Any]) -> None:
 
     Raises:
         TypeError: not a dict, parameters in a set, or of a dtype that amp does not take.
+        RuntimeError: another optimizer has one of the parameters, and one of both has masters.
     """
     params = _checked_params(new_group)
+    has_masters = self._amp_stash.has_masters
+    check_has_no_owner("add_param_group: param_group['params']", params, has_masters, besides=self)
     self._amp_lazy_init()
     stash = self._amp_stash
     masters = stash.masters()
@@ -170,9 +174,11 @@ def add_param_group_no_masters(self: Any, new_group: dict[str, Any]) -> None:
     """Add a group of parameters, and see to the unscaling of their gradients.
 
     Raises:
-        TypeError: as for :func:`add_param_group_with_masters`.
+        TypeError, RuntimeError: as for :func:`add_param_group_with_masters`.
     """
     params = _checked_params(new_group)
+    has_masters = self._amp_stash.has_masters
+    check_has_no_owner("add_param_group: param_group['params']", params, has_masters, besides=self)
     self._amp_lazy_init()
     _add_to_original(self, new_group, params)
     self._amp_stash.enlist(params)
