@@ -27,7 +27,8 @@ void check_numbers(const char* op, const Numbers& given) {
 }
 
 LegacyHyper make_hyper(const char* op, const Numbers& given, const MaybeTensor& device_scale,
-                       const MaybeTensor& overflow, const MaybeTensor& flag, const Tensor& like) {
+                       const MaybeTensor& overflow, const MaybeTensor& flag,
+                       const char* name_of_flag, const Tensor& like) {
   StepNumbers numbers =
       make_step_numbers(given.lr, given.step, {given.beta1, given.beta2, given.bias_correction});
   return {given.lr * std::sqrt(numbers.correction2) / numbers.correction1,
@@ -39,7 +40,7 @@ LegacyHyper make_hyper(const char* op, const Numbers& given, const MaybeTensor& 
           given.eps_inside_sqrt,
           optional_number<float>(op, "device_scale", device_scale, like),
           overflow ? number_near<int>(op, "overflow", *overflow, like) : nullptr,
-          optional_number<int>(op, "flag", flag, like)};
+          optional_number<int>(op, name_of_flag, flag, like)};
 }
 
 // Raises unless the list is of a type that kernels convert as they load.
@@ -81,7 +82,8 @@ void scaled_adam_step(const TensorList& params, const TensorList& grads, const T
   TensorTable table =
       copies.empty() ? make_table(op, {p, g, m, v}) : make_table(op, {p, g, m, v, c});
   if (params.empty()) return;
-  LegacyHyper hyper = make_hyper(op, given, device_scale, overflow, noop_flag, params[0]);
+  LegacyHyper hyper =
+      make_hyper(op, given, device_scale, overflow, noop_flag, "noop_flag", params[0]);
   Context context(params[0]);
   if (are_doubles(op, {p, g, m, v})) {
     check(copies.empty(), op, ": copies must be empty with float64 params.");
@@ -116,7 +118,7 @@ void scaled_adam_undo(const TensorList& params, const TensorList& grads, const T
   TensorTable table = make_table(op, {p, g, m, v});
   if (params.empty()) return;
   const MaybeTensor none;
-  LegacyHyper hyper = make_hyper(op, given, none, none, flag, params[0]);
+  LegacyHyper hyper = make_hyper(op, given, none, none, flag, "flag", params[0]);
   check(hyper.rate * weight_decay != 1, op, ": a decay of the whole parameter cannot be undone.");
   Context context(params[0]);
   if (are_doubles(op, {p, g, m, v})) {

@@ -46,9 +46,10 @@ Cells cells_of(const char* op, const Tensor& f, const Tensor& g, const Tensor& f
   cells.width = g.size(1);
   const int64_t all = product({cells.batch, cells.frames, cells.width});
   cells.rows = ends ? packed_rows : all;
-  check(product({all, f.size(2)}) < kTooMany && product({cells.rows, f.size(2)}) < kTooMany, op,
-        ": the result would have more than 2^63 elements, for f ", describe(f), ", g ", describe(g),
-        " and packed_batch ", packed_rows, ".");
+  const bool is_countable = all < kTooMany && product({all, f.size(2)}) < kTooMany &&
+                            product({cells.rows, f.size(2)}) < kTooMany;
+  check(is_countable, op, ": the result would have more than 2^63 elements, for f ", describe(f),
+        ", g ", describe(g), " and packed_batch ", packed_rows, ".");
   check_sizes(op, {"g", g}, g.sizes(), f.scalar_type(), {"f", f});
   check_like(op, {"f_len", f_len}, cells.batch, ScalarType::Long, {"f", f});
   check_like(op, {"g_len", g_len}, cells.batch, ScalarType::Long, {"f", f});
