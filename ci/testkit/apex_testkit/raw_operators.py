@@ -154,7 +154,7 @@ _BESIDE = re.compile(
     r"the (?:device|dtype|shape|rows|columns|frames|channels|tokens) of ([a-z]\w*)"
 )
 # Subjects of sentences that are no arguments.
-_WORDS = {"it", "its", "tensors", "tensor", "the"}
+_WORDS = {"it", "its", "tensors", "tensor", "the", "which"}
 
 
 def check_names(op: Any, text: str) -> None:
@@ -165,7 +165,7 @@ def check_names(op: Any, text: str) -> None:
     assert text.startswith((f"{name}: ", f"{name.removesuffix('_held')}: ")), (
         f"the error does not begin with the operator's name: {text}"
     )
-    arguments = {a.name for a in op._schema.arguments}
+    arguments = {a.name for a in (*op._schema.arguments, *op._schema.returns)}
     body = text.partition(": ")[2]
     named = {*_SUBJECT.findall(body), *_BESIDE.findall(body)} - _WORDS
     assert named <= arguments, f"no arguments of {name}: {sorted(named - arguments)}: {text}"

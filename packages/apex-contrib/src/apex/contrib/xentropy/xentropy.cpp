@@ -71,13 +71,14 @@ Operands operands(const char* op, const Tensor& logits, const Tensor& labels, do
 
 // Calls body<S, L>() for the storage types of logits and losses: L is S, or float for 16 bits.
 template <class Body>
-void dispatch_pair(const char* op, ScalarType logits, ScalarType losses, Body&& body) {
+void dispatch_pair(const char* op, const char* name, ScalarType logits, ScalarType losses,
+                   Body&& body) {
   dispatch_floating(op, logits, [&]<class S>() {
     if (losses == logits) return body.template operator()<S, S>();
     if constexpr (sizeof(S) == 2) {
       if (losses == ScalarType::Float) return body.template operator()<S, float>();
     }
-    fail(op, ": losses must have the dtype of logits, or float32 for 16-bit logits; got ",
+    fail(op, ": ", name, " must have the dtype of logits, or float32 for 16-bit logits; got ",
          dtype_name(losses), " for ", dtype_name(logits), " logits.");
   });
 }
@@ -91,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& logits, const Tensor& l
   Tensor maxima = empty(logits, {o.rows}, statistics_dtype(logits));
   Tensor sums_exp = empty(logits, {o.rows}, statistics_dtype(logits));
   Context context(logits);
-  dispatch_pair(kForward, logits.scalar_type(), dtype, [&]<class S, class L>() {
+  dispatch_pair(kForward, "losses", logits.scalar_type(), dtype, [&]<class S, class L>() {
     using T = compute_t<S>;
     XentropyForward<S, L> program{.logits = data<S>(o.logits, "logits"),
                                   .stride = o.stride,
@@ -121,20 +122,21 @@ Tensor backward(const Tensor& grad_losses, const Tensor& logits, const Tensor& m
   Tensor max = as_contiguous(maxima), sum_exp = as_contiguous(sums_exp);
   Tensor grad_logits = empty_like(logits, logits.scalar_type());
   Context context(logits);
-  dispatch_pair(kBackward, logits.scalar_type(), grads.scalar_type(), [&]<class S, class L>() {
-    using T = compute_t<S>;
-    XentropyBackward<S, L> program{
-        .logits = data<S>(o.logits, "logits"),
-        .stride = o.stride,
-        .smoothing = static_cast<T>(smoothing),
-        .uniform = static_cast<T>(smoothing / static_cast<double>(o.columns)),
-        .labels = o.view,
-        .maxima = data<T>(max, "maxima"),
-        .sums_exp = data<T>(sum_exp, "sums_exp"),
-        .grad_losses = data<L>(grads, "grad_losses"),
-        .grad_logits = data<S>(grad_logits, "grad_logits")};
-    rowwise(context, o.rows, o.columns, program);
-  });
+  dispatch_pair(kBackward, "grad_losses", logits.scalar_type(), grads.scalar_type(),
+                [&]<class S, class L>() {
+                  using T = compute_t<S>;
+                  XentropyBackward<S, L> program{
+                      .logits = data<S>(o.logits, "logits"),
+                      .stride = o.stride,
+                      .smoothing = static_cast<T>(smoothing),
+                      .uniform = static_cast<T>(smoothing / static_cast<double>(o.columns)),
+                      .labels = o.view,
+                      .maxima = data<T>(max, "maxima"),
+                      .sums_exp = data<T>(sum_exp, "sums_exp"),
+                      .grad_losses = data<L>(grads, "grad_losses"),
+                      .grad_logits = data<S>(grad_logits, "grad_logits")};
+                  rowwise(context, o.rows, o.columns, program);
+                });
   return grad_logits;
 }
 

@@ -77,6 +77,8 @@ Tensor masked_softmax_forward(const Tensor& x, const Tensor& mask, double scale)
         describe(x), ".");
   check(mask.stride(3) == 1 && mask.stride(2) == mask.size(3), op,
         ": mask must be contiguous but for its first dimension, got ", describe(mask), ".");
+  check(mask.scalar_type() == ScalarType::Bool || mask.scalar_type() == ScalarType::Byte, op,
+        ": mask must be bool or uint8, got ", dtype_name(mask.scalar_type()), ".");
   check(mask.is_cpu() == x.is_cpu() && mask.get_device_index() == x.get_device_index(), op,
         ": mask must be on the device of x; got ", describe(mask), ", x is ", describe(x), ".");
   Tensor y = empty_like(x, x.scalar_type());
