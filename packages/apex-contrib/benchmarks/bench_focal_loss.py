@@ -7,7 +7,7 @@ writes their gradient (2).
 import torch
 from torch.nn import functional as F
 
-from apex.contrib.focal_loss import focal_loss
+from apex.contrib.focal_loss.focal_loss import focal_loss
 from apex_testkit.bench import chosen_device, compare
 
 # (anchors, classes): a level of a detector with 80 classes, of one with few, and of one with many.

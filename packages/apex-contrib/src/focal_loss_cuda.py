@@ -34,7 +34,7 @@ def forward(
 ) -> list[Tensor]:
     """Return the loss, and its gradient times ``num_positives_sum``, in the dtype of the logits.
 
-    Arguments and errors are those of :func:`apex.contrib.focal_loss.focal_loss`.
+    Arguments and errors are those of :func:`apex.contrib.focal_loss.focal_loss.focal_loss`.
     """
     options = (num_real_classes, gamma, smoothing)
     _check_operands(cls_output, targets, num_positives_sum, *options)

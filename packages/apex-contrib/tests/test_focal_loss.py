@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from apex.contrib.focal_loss import FocalLoss, decompositions, focal_loss, ops
+from apex.contrib.focal_loss import decompositions, ops
+from apex.contrib.focal_loss.focal_loss import FocalLoss, focal_loss
 from apex_testkit import (
     FLOATS,
     LAYOUTS,
@@ -269,3 +270,11 @@ def test_import_error_where_kernels_cannot_run(monkeypatch):
     monkeypatch.delitem(sys.modules, "focal_loss_cuda", raising=False)
     with pytest.raises(ImportError, match=r"neither prebuilt .* APEX_JIT=0"):
         importlib.import_module("focal_loss_cuda")
+
+
+def test_the_package_has_the_module_under_the_functions_name():
+    """Scripts import it from the package, and call ``focal_loss.FocalLoss.apply``."""
+    import apex.contrib.focal_loss as package
+
+    assert package.focal_loss is sys.modules["apex.contrib.focal_loss.focal_loss"]
+    assert package.focal_loss.FocalLoss is FocalLoss

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from apex.contrib._shared.native.composed import Composed
 from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import FLOATS, autocast, is_autocast
 from apex.contrib.dense_blaslt import dense_gelu_gradient, dense_with_gelu
 from apex.contrib.dense_epilogue import (
@@ -222,37 +222,20 @@ _dense_no_bias = dense_no_bias_function
 _fused_dense_gelu_dense = fused_dense_gelu_dense_function
 
 
-class FusedDenseFunc:
+class FusedDenseFunc(NamedFunction):
     """Apex's class of :func:`fused_dense_function`; arguments are not cast under autocast."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return _apply_dense(input, weight, bias)
 
     apply = staticmethod(_apply_dense)
 
 
-class DenseNoBiasFunc:
+class DenseNoBiasFunc(NamedFunction):
     """Apex's class of :func:`dense_no_bias_function`; arguments are not cast under autocast."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return _apply_no_bias(input, weight)
 
     apply = staticmethod(_apply_no_bias)
 
 
-class FusedDenseGeluDenseFunc:
+class FusedDenseGeluDenseFunc(NamedFunction):
     """Apex's class of :func:`fused_dense_gelu_dense_function`; autocast casts no arguments."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
-    ) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return _apply_gelu_dense(input, weight1, bias1, weight2, bias2)
 
     apply = staticmethod(_apply_gelu_dense)
 

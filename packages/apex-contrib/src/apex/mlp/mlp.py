@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from apex.contrib._shared.native.composed import Composed, plainly
 from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import autocast
 from apex.contrib.dense_epilogue import RELU, SIGMOID, decompositions, dense_activation_backward
 from apex.contrib.dense_epilogue.products import (
@@ -170,13 +170,8 @@ def check_operands(name: str, bias: int, activation: int, args: Sequence[Tensor]
         columns = check_layer(name, input, columns, weight, of_layer, names)
 
 
-class MlpFunction:
+class MlpFunction(NamedFunction):
     """Apex's class of :func:`mlp_function`; its arguments are not cast under autocast."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return _apply(bias, activation, *args)
 
     apply = staticmethod(_apply)
 

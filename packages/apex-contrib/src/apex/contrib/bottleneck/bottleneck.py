@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._shared.native.named_functions import NamedFunction
 from .block import block
 from .frozen import FrozenBatchNorm2d, compute_scale_bias_method, compute_scale_bias_one
 from .halo_exchangers import HaloExchanger, pad
@@ -132,36 +133,16 @@ def _padder(exchanger: HaloExchanger | None, stride: int, x: Tensor) -> Callable
     return lambda image: pad(image, exchanger, 2, 1)
 
 
-class _OfFunction:
-    """Apex's autograd functions have ``forward`` and ``apply``."""
+class BottleneckFunction(NamedFunction):
+    """Apex's class of :func:`bottleneck_function`."""
 
-    @classmethod
-    def apply(cls, *given: Any) -> Tensor:
-        return cls.forward(None, *given)  # type: ignore[attr-defined]
+    apply = staticmethod(bottleneck_function)
 
 
-class BottleneckFunction(_OfFunction):
-    """Apex's class of :func:`bottleneck_function`; ``ctx`` is not used."""
+class SpatialBottleneckFunction(NamedFunction):
+    """Apex's class of :func:`spatial_bottleneck_function`."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        nhwc: bool,
-        stride_1x1: int,
-        scale: Sequence[Tensor],
-        bias: Sequence[Tensor],
-        x: Tensor,
-        *conv: Tensor,
-    ) -> Tensor:
-        return bottleneck_function(nhwc, stride_1x1, scale, bias, x, *conv)
-
-
-class SpatialBottleneckFunction(_OfFunction):
-    """Apex's class of :func:`spatial_bottleneck_function`; ``ctx`` is not used."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        return spatial_bottleneck_function(*given)
+    apply = staticmethod(spatial_bottleneck_function)
 
 
 class Bottleneck(nn.Module):

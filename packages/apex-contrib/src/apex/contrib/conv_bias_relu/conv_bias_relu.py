@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .._shared.native.composed import Composed, plainly
 from .._shared.native.half_products import is_slow
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import autocast
 from .._shared.native.transforms import is_transformed
 from ..dense_epilogue import RELU, decompositions, dense_activation_backward
@@ -310,49 +311,25 @@ def ConvFrozenScaleBiasReLU(
     return _apply("ConvFrozenScaleBiasReLU", True, x, weight, bias, padding, stride, scale=scale)
 
 
-class ConvBiasReLU_:
-    """Apex's class of :func:`ConvBiasReLU`; ``ctx`` is not used."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int
-    ) -> Tensor:
-        return ConvBiasReLU(x, weight, bias, padding, stride)
+class ConvBiasReLU_(NamedFunction):
+    """Apex's class of :func:`ConvBiasReLU`."""
 
     apply = staticmethod(ConvBiasReLU)
 
 
-class ConvBias_:
-    """Apex's class of :func:`ConvBias`; ``ctx`` is not used."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int
-    ) -> Tensor:
-        return ConvBias(x, weight, bias, padding, stride)
+class ConvBias_(NamedFunction):
+    """Apex's class of :func:`ConvBias`."""
 
     apply = staticmethod(ConvBias)
 
 
-class ConvBiasMaskReLU_:
-    """Apex's class of :func:`ConvBiasMaskReLU`; ``ctx`` is not used."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, padding: int, stride: int
-    ) -> Tensor:
-        return ConvBiasMaskReLU(x, weight, bias, mask, padding, stride)
+class ConvBiasMaskReLU_(NamedFunction, constants=("mask",)):
+    """Apex's class of :func:`ConvBiasMaskReLU`."""
 
     apply = staticmethod(ConvBiasMaskReLU)
 
 
-class ConvFrozenScaleBiasReLU_:
-    """Apex's class of :func:`ConvFrozenScaleBiasReLU`; ``ctx`` is not used."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, padding: int, stride: int
-    ) -> Tensor:
-        return ConvFrozenScaleBiasReLU(x, weight, scale, bias, padding, stride)
+class ConvFrozenScaleBiasReLU_(NamedFunction, constants=("scale", "bias")):
+    """Apex's class of :func:`ConvFrozenScaleBiasReLU`."""
 
     apply = staticmethod(ConvFrozenScaleBiasReLU)

@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._shared.native.named_functions import NamedFunction
+from .._shared.native.operands import autocast
 from ..group_batch_norm.over_group import group_batch_norm, group_of, momentum_now
 
 __all__ = ["GroupBatchNorm2d"]
 
 NAME = "GroupBatchNorm2d"
+
+
+class _GroupBatchNorm2d(
+    NamedFunction,
+    constants=("running_mean", "running_variance", "minibatch_mean", "minibatch_inv_var"),
+):
+    """Apex's function of :class:`GroupBatchNorm2d` in training.
+
+    ``minibatch_mean`` and ``minibatch_inv_var`` get the batch's statistics. ``group_rank`` and the
+    buffers, which tell Apex where other processes have their memory, are not used.
+    """
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_variance: Tensor | None,
+        minibatch_mean: Tensor,
+        minibatch_inv_var: Tensor,
+        momentum: float,
+        eps: float,
+        group_size: int,
+        group_rank: int = 0,
+        fwd_buffers: Any = None,
+        bwd_buffers: Any = None,
+    ) -> Tensor:
+        """Normalize ``input`` ``[N, C, H, W]``."""
+        y, mean, inv_std = group_batch_norm(
+            NAME,
+            input.permute(0, 2, 3, 1),
+            None,
+            *(weight, bias, running_mean, running_variance, eps, momentum, True, False),
+            group_of(f"{NAME}: group_size", group_size),
+        )
+        minibatch_mean.copy_(mean)
+        minibatch_inv_var.copy_(inv_std)
+        return y.permute(0, 3, 1, 2)
 
 
 class GroupBatchNorm2d(_BatchNorm):
@@ -37,7 +80,8 @@ class GroupBatchNorm2d(_BatchNorm):
             batch in training; float32, or float64 for such input. They are no buffers.
 
     Input is ``[N, C, H, W]``; float64, float32, float16 or bfloat16. It is used in the
-    channels_last memory format, which the output has; another format is converted.
+    channels_last memory format, which the output has; another format is converted. Autocast casts
+    it to its dtype first, except float64, and the output has that dtype.
 
     Raises:
         ValueError: ``group_size`` does not divide the number of ranks; input is not 4-D or has
@@ -87,6 +131,7 @@ class GroupBatchNorm2d(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` ``[N, C, H, W]``."""
         self._check_input_dim(input)
+        (input,) = autocast(input)
         if not self.training:
             running = self.running_mean, self.running_var
             from_batch = self.running_mean is None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._shared.native.composed import Composed, plainly
 from .._shared.native.half_products import needs_float32
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.philox import draw_seed
 from .._shared.native.transforms import kernels_serve
 from ..multihead_attn import core
@@ -85,7 +86,7 @@ def _backward(
 _one_by_one = Composed(_NAME, _forward, _backward, _padded)
 
 
-class FMHAFun:
+class FMHAFun(NamedFunction):
     r"""Self attention of packed sequences: call :meth:`apply`.
 
     .. math:: y = \mathrm{dropout}(\mathrm{softmax}(q k^T / \sqrt{d})) \, v
@@ -122,11 +123,6 @@ class FMHAFun:
         if not needs_float32(qkv, qkv):
             return plainly(qkv, _attention, qkv, cu_seqlens, p, max_s)
         return plainly(qkv, _attention, qkv.float(), cu_seqlens, p, max_s).to(qkv.dtype)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return FMHAFun.apply(*arguments)
 
 
 class FMHA(nn.Module):

@@ -1,5 +1,6 @@
-"""Focal loss: :func:`focal_loss` and Apex's class of it."""
+"""Focal loss; ``focal_loss`` of this package is the module, as in Apex."""
 
-from .focal_loss import FocalLoss, decompositions, focal_loss
+from . import focal_loss
+from .focal_loss import FocalLoss, decompositions
 
 __all__ = ["FocalLoss", "decompositions", "focal_loss"]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.formula import Formula
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact
 from . import ops
 
@@ -98,15 +99,21 @@ def focal_loss(
     return _focal(exact(x), exact(targets), *numbers).sum() / num_positive_sum
 
 
-class FocalLoss:
+class FocalLoss(NamedFunction, constants=("num_positives_sum",)):
     """Apex's class of :func:`focal_loss`; ``apply`` takes the same arguments."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return focal_loss(*arguments)
-
-    apply = staticmethod(focal_loss)
+    def apply(
+        cls_output: Tensor,
+        cls_targets_at_level: Tensor,
+        num_positives_sum: Tensor | float,
+        num_real_classes: int,
+        alpha: float,
+        gamma: float,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        given = cls_output, cls_targets_at_level, num_positives_sum, num_real_classes
+        return focal_loss(*given, alpha, gamma, label_smoothing)
 
 
 def check_operands(

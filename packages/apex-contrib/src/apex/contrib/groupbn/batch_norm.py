@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._shared.native.named_functions import NamedFunction
 from ..group_batch_norm.over_group import group_batch_norm, group_of, momentum_now
 
 __all__ = [
@@ -123,8 +124,11 @@ class BatchNorm2d_NHWC(_BatchNorm):
         return y.permute(0, 3, 1, 2) if self.torch_channels_last else y
 
 
-class bn_NHWC_impl:
-    """Apex's function of batch norm with or without ReLU; ``ctx`` is not used.
+_STATISTICS = ("rm", "riv", "mini_m", "mini_riv")
+
+
+class bn_NHWC_impl(NamedFunction, constants=_STATISTICS):
+    """Apex's function of batch norm with or without ReLU.
 
     ``rm`` and ``riv`` are running mean and variance, which training updates; ``mini_m`` and
     ``mini_riv`` get the batch's. What tells Apex how to launch kernels and where other processes
@@ -133,8 +137,7 @@ class bn_NHWC_impl:
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         x: Tensor,
         s: Tensor,
         b: Tensor,
@@ -153,17 +156,12 @@ class bn_NHWC_impl:
         given = x, None, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse_relu, is_train
         return _of_apex(*given, bn_group)
 
-    @classmethod
-    def apply(cls, *given: Any) -> Tensor:
-        return cls.forward(None, *given)
 
-
-class bn_addrelu_NHWC_impl:
+class bn_addrelu_NHWC_impl(NamedFunction, constants=_STATISTICS):
     """Apex's function of batch norm with residual and ReLU; see :class:`bn_NHWC_impl`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         x: Tensor,
         z: Tensor,
         s: Tensor,
@@ -182,10 +180,6 @@ class bn_addrelu_NHWC_impl:
     ) -> Tensor:
         given = x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, True, is_train
         return _of_apex(*given, bn_group)
-
-    @classmethod
-    def apply(cls, *given: Any) -> Tensor:
-        return cls.forward(None, *given)
 
 
 def _of_apex(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.formula import Formula
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact
 from . import ops
 
@@ -128,25 +129,13 @@ def index_mul_2d_backward(
     return ops.index_mul_2d_backward(grad_out, exact(in1), exact(in2), exact(idx1), True)
 
 
-class IndexMul2d_:
+class IndexMul2d_(NamedFunction):
     """Apex's class of :func:`index_mul_2d`."""
-
-    @staticmethod
-    def forward(ctx, in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return index_mul_2d(in1, in2, idx1)
 
     apply = staticmethod(index_mul_2d)
 
 
-class IndexMul2dBackward_:
+class IndexMul2dBackward_(NamedFunction):
     """Apex's class of :func:`index_mul_2d_backward`."""
-
-    @staticmethod
-    def forward(
-        ctx, in1: Tensor, in2: Tensor, idx1: Tensor, grad_out: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return index_mul_2d_backward(in1, in2, idx1, grad_out)
 
     apply = staticmethod(index_mul_2d_backward)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import as_rows, autocast_norm, check_floating, exact
 from .fast_layer_norm import formula
 
@@ -85,7 +86,7 @@ class FastLayerNorm(nn.Module):
         return "zero_centered_gamma=True" if self.zero_centered_gamma else ""
 
 
-class FastLayerNormFN:
+class FastLayerNormFN(NamedFunction):
     """Apex's class of :func:`_fast_layer_norm`; autocast changes nothing."""
 
     @staticmethod
@@ -107,22 +108,6 @@ class FastLayerNormFN:
         y = call(exact(rows, dtype), exact(gamma, dtype), exact(beta, dtype), *options)
         y = y if rows is x else y.reshape(x.shape)
         return y if y.dtype == gamma.dtype else y.to(gamma.dtype)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        epsilon: float,
-        memory_efficient: bool = False,
-        *,
-        zero_centered_gamma: bool = False,
-    ) -> Tensor:
-        """:meth:`apply`, in whose signature Megatron looks for ``memory_efficient``."""
-        return FastLayerNormFN.apply(
-            x, gamma, beta, epsilon, memory_efficient, zero_centered_gamma=zero_centered_gamma
-        )
 
 
 def _fast_layer_norm(

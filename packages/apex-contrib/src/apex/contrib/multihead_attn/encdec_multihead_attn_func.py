@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .attention import Options
 from .functions import encdec_attn
 
@@ -49,12 +48,7 @@ def encdec_attn_func(
     return encdec_attn("encdec_attn_func", options, inputs_q, inputs_kv, *weights, *biases)[0]
 
 
-class EncdecAttnFunc:
+class EncdecAttnFunc(NamedFunction, constants=("mask",)):
     """Apex's class of :func:`encdec_attn_func`."""
 
     apply = staticmethod(encdec_attn_func)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return encdec_attn_func(*arguments)

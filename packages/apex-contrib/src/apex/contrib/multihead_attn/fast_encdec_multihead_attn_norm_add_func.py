@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .attention import Options
 from .functions import encdec_attn_norm_add
 
@@ -42,12 +41,7 @@ def fast_encdec_attn_norm_add_func(
     return encdec_attn_norm_add(name, options, *tensors, None, None, None)[0]
 
 
-class FastEncdecAttnNormAddFunc:
+class FastEncdecAttnNormAddFunc(NamedFunction, constants=("pad_mask",)):
     """Apex's class of :func:`fast_encdec_attn_norm_add_func`."""
 
     apply = staticmethod(fast_encdec_attn_norm_add_func)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return fast_encdec_attn_norm_add_func(*arguments)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .attention import Options
 from .functions import self_attn
 
@@ -36,12 +35,7 @@ def fast_self_attn_func(
     return self_attn("fast_self_attn_func", options, *tensors)[0]
 
 
-class FastSelfAttnFunc:
+class FastSelfAttnFunc(NamedFunction, constants=("pad_mask",)):
     """Apex's class of :func:`fast_self_attn_func`."""
 
     apply = staticmethod(fast_self_attn_func)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return fast_self_attn_func(*arguments)

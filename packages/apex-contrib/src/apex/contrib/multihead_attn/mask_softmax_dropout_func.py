@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import autocast, check_floating
 from .attention import kernel_mask, masked_weights
 from .checks import check_heads, check_mask, check_probability
@@ -76,12 +75,7 @@ def fast_mask_softmax_dropout_func(
     return masked_weights(scores, mask, p).view(inputs.shape)
 
 
-class MaskSoftmaxDropout:
+class MaskSoftmaxDropout(NamedFunction, constants=("pad_mask",)):
     """Apex's class of :func:`fast_mask_softmax_dropout_func`."""
 
     apply = staticmethod(fast_mask_softmax_dropout_func)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return fast_mask_softmax_dropout_func(*arguments)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .attention import Options
 from .functions import self_attn
 
@@ -69,12 +68,7 @@ def self_attn_func(
     return self_attn("self_attn_func", options, *tensors)[0]
 
 
-class SelfAttnFunc:
+class SelfAttnFunc(NamedFunction, constants=("mask",)):
     """Apex's class of :func:`self_attn_func`."""
 
     apply = staticmethod(self_attn_func)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return self_attn_func(*arguments)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import as_rows, as_vector, autocast_norm, check_floating, exact
 from ..layer_norm.fast_layer_norm import formula
 
@@ -22,7 +23,7 @@ def decompositions() -> dict[Any, Any]:
     return formula.layer_norm.decompositions()
 
 
-class LayerNormSmallShapeOptImpl:
+class LayerNormSmallShapeOptImpl(NamedFunction):
     r"""Layer normalization over the last dimensions, as Apex's class of this name; call ``apply``.
 
     .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b
@@ -72,18 +73,6 @@ class LayerNormSmallShapeOptImpl:
         y = formula.layer_norm(rows, *vectors, float(eps), False)
         y = y if y.shape == inputs.shape else y.reshape(inputs.shape)
         return y if y.dtype == inputs.dtype else y.to(inputs.dtype)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        normalized_shape: Sequence[int] | int,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float = 1e-05,
-    ) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return LayerNormSmallShapeOptImpl.apply(inputs, normalized_shape, weight, bias, eps)
 
 
 def _check(

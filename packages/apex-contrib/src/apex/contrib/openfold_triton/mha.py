@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .attention import attention
 
 __all__ = [
@@ -92,24 +92,10 @@ def AttnTri(
     return attention("AttnTri", q, k, v, mask, bias, inf)
 
 
-class FusedAttenionCoreFunc:
+class FusedAttenionCoreFunc(NamedFunction, constants=("mask",)):
     """Apex's class of :func:`AttnTri`, spelt as there."""
 
     apply = staticmethod(AttnTri)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        bias: Tensor | None = None,
-        inf: float = 1000000000.0,
-        is_training: bool = True,
-    ) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return AttnTri(q, k, v, mask, bias, inf, is_training)
 
 
 def AttnBiasJIT(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from .._shared.native.formula import Formula
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact, is_dtensor
 from .cells import check_devices, check_lengths
 from .transducer_joint import ops, plain
@@ -120,7 +119,7 @@ class TransducerJoint(nn.Module):
         )
 
 
-class TransducerJointFunc:
+class TransducerJointFunc(NamedFunction):
     """Apex's class of :class:`TransducerJoint`; ``apply`` takes its arguments in Apex's order."""
 
     @staticmethod
@@ -152,11 +151,6 @@ class TransducerJointFunc:
         if mask_probe is not None and (relu or dropout):
             mask_probe.append(h.detach() > 0 if relu else keep)
         return h
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return TransducerJointFunc.apply(*arguments)
 
 
 def _check_probability(probability: float) -> None:

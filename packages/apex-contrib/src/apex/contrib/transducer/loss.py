@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from .._shared.native.formula import Formula
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact, is_dtensor
 from .cells import check_devices, check_integers, check_lengths
 from .transducer_loss import ops, plain
@@ -114,7 +113,7 @@ class TransducerLoss(nn.Module):
         return _loss(*arguments)
 
 
-class TransducerLossFunc:
+class TransducerLossFunc(NamedFunction):
     """Apex's class of :class:`TransducerLoss`; ``apply`` takes its arguments in Apex's order."""
 
     @staticmethod
@@ -134,11 +133,6 @@ class TransducerLossFunc:
         """See :meth:`TransducerLoss.forward`."""
         module = TransducerLoss(fuse_softmax_backward, opt, packed_input)
         return module(x, label, f_len, y_len, blank_idx, batch_offset, max_f_len, debug_list)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return TransducerLossFunc.apply(*arguments)
 
 
 def arguments_of(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._shared.native.formula import Formula
+from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating
 from . import ops
 
@@ -60,7 +59,7 @@ decompositions = _softmax_xentropy.decompositions
 """The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
 
-class SoftmaxCrossEntropyLoss:
+class SoftmaxCrossEntropyLoss(NamedFunction):
     r"""Cross entropy of each row of logits with its label; call :meth:`apply`.
 
     .. math::
@@ -122,18 +121,6 @@ class SoftmaxCrossEntropyLoss:
         """
         _check(logits, labels, smoothing, half_to_float)
         return _softmax_xentropy(logits, labels, smoothing, padding_idx, half_to_float)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        smoothing: float = 0.0,
-        padding_idx: int | None = 0,
-        half_to_float: bool = False,
-    ) -> Tensor:
-        """:meth:`apply`, with the signature that Apex's class has; ``ctx`` is not used."""
-        return SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding_idx, half_to_float)
 
 
 def _check(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> None:

@@ -1,32 +1,22 @@
-"""The ``...Function`` classes of Apex: ``apply`` and, for its signature, ``forward``.
+"""The ``...Function`` classes of Apex; autocast changes nothing, and all sizes take our kernels.
 
-Plain classes: torch's compiler and ``torch.func`` see the functions behind them. ``forward`` has
-the arguments of Apex's, ``memory_efficient`` among them, which Megatron looks for. What is new is
-by keyword only.
+Their arguments are those of Apex's, ``memory_efficient`` among them, which Megatron looks for. What
+is new is by keyword only.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
+from .._shared.native.named_functions import NamedFunction
 from .functional import Shape, run_layer_norm, run_rms_norm
 
 
-class _Names:
-    @classmethod
-    def apply(cls, *arguments: Any, **options: Any) -> Tensor:
-        """Call the function; autocast changes nothing."""
-        return cls.forward(None, *arguments, **options)
-
-
-class FusedLayerNormAffineFunction(_Names):
+class FusedLayerNormAffineFunction(NamedFunction):
     """Layer normalization with weight and bias; bias may be None."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -44,8 +34,7 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
     """Layer normalization whose output has the dtype of weight and bias, whatever the input's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -60,12 +49,11 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
 
-class FusedLayerNormFunction(_Names):
+class FusedLayerNormFunction(NamedFunction):
     """Layer normalization without weight and bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         input: Tensor,
         normalized_shape: Shape,
         eps: float,
@@ -76,12 +64,11 @@ class FusedLayerNormFunction(_Names):
         )
 
 
-class FusedRMSNormAffineFunction(_Names):
+class FusedRMSNormAffineFunction(NamedFunction):
     """RMS normalization with a weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         input: Tensor,
         weight: Tensor,
         normalized_shape: Shape,
@@ -98,8 +85,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     """RMS normalization whose output has the weight's dtype, whatever the input's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         input: Tensor,
         weight: Tensor,
         normalized_shape: Shape,
@@ -113,12 +99,11 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
         return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
 
 
-class FusedRMSNormFunction(_Names):
+class FusedRMSNormFunction(NamedFunction):
     """RMS normalization without weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         input: Tensor,
         normalized_shape: Shape,
         eps: float | None,

@@ -6,11 +6,10 @@ the names of that choice are constants: ``USE_ROCM_AITER_ROPE_BACKEND`` changes 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ...parallel._shared.native.named_functions import NamedFunction
 from . import checked_rope
 
 __all__ = [
@@ -145,49 +144,37 @@ def fused_apply_rotary_pos_emb_2d(
     return checked_rope.on_a_plane("fused_apply_rotary_pos_emb_2d", t, img_h, img_w, tables)
 
 
-class _Function:
-    """A class of Apex: plain, so that torch's compiler and ``torch.func`` see what is behind it."""
-
-    @classmethod
-    def apply(cls, *arguments: Any) -> Tensor:
-        """Call the function."""
-        return cls.forward(None, *arguments)
-
-
-class FusedRoPEFunc(_Function):
+class FusedRoPEFunc(NamedFunction, constants=("freqs",)):
     """:func:`fused_apply_rotary_pos_emb`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, t: Tensor, freqs: Tensor, transpose_output_memory: bool = False
-    ) -> Tensor:
+    def apply(t: Tensor, freqs: Tensor, transpose_output_memory: bool = False) -> Tensor:
         return fused_apply_rotary_pos_emb(t, freqs, transpose_output_memory)
 
 
-class FusedRoPECachedFunc(_Function):
+class FusedRoPECachedFunc(NamedFunction, constants=("cos_", "sin_")):
     """:func:`fused_apply_rotary_pos_emb_cached`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
+    def apply(
+        t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
     ) -> Tensor:
         return fused_apply_rotary_pos_emb_cached(t, cos_, sin_, transpose_output_memory)
 
 
-class FusedRoPETHDFunc(_Function):
+class FusedRoPETHDFunc(NamedFunction, constants=("freqs",)):
     """:func:`fused_apply_rotary_pos_emb_thd`."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
+    def apply(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
         return fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs)
 
 
-class FusedRoPE2DFunc(_Function):
+class FusedRoPE2DFunc(NamedFunction, constants=("cos_h", "sin_h", "cos_w", "sin_w")):
     """:func:`fused_apply_rotary_pos_emb_2d`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         t: Tensor,
         img_h: int,
         img_w: int,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel._shared.native.named_functions import NamedFunction
 from ...parallel._shared.native.operands import autocast
 from ..enums import AttnMaskType
 from . import checked_softmax
@@ -91,44 +92,35 @@ def generic_scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: fl
     return checked_softmax.masked("generic_scaled_masked_softmax", inputs, mask, scale)
 
 
-class _Function:
-    """A class of Apex: plain, so that torch's compiler and ``torch.func`` see what is behind it."""
-
-    @classmethod
-    def apply(cls, *arguments: Any) -> Tensor:
-        """Call the function; autocast changes nothing."""
-        return cls.forward(None, *arguments)
-
-
-class ScaledUpperTriangMaskedSoftmax(_Function):
+class ScaledUpperTriangMaskedSoftmax(NamedFunction):
     """:func:`scaled_upper_triang_masked_softmax` of ``[batch * heads, sequence, sequence]``."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, scale: float) -> Tensor:
+    def apply(inputs: Tensor, scale: float) -> Tensor:
         return checked_softmax.causal("ScaledUpperTriangMaskedSoftmax", inputs, scale)
 
 
-class ScaledMaskedSoftmax(_Function):
+class ScaledMaskedSoftmax(NamedFunction):
     """:func:`scaled_masked_softmax`."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def apply(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
         return checked_softmax.masked("ScaledMaskedSoftmax", inputs, mask, scale)
 
 
-class GenericScaledMaskedSoftmax(_Function):
+class GenericScaledMaskedSoftmax(NamedFunction):
     """:func:`generic_scaled_masked_softmax`."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def apply(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
         return checked_softmax.masked("GenericScaledMaskedSoftmax", inputs, mask, scale)
 
 
-class ScaledSoftmax(_Function):
+class ScaledSoftmax(NamedFunction):
     """``softmax(scale * inputs)`` over the last dimension."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, scale: float) -> Tensor:
+    def apply(inputs: Tensor, scale: float) -> Tensor:
         return checked_softmax.scaled("ScaledSoftmax", inputs, scale)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel._shared.native.named_functions import NamedFunction
 from .. import parallel_state
 from ..placement import current_device
 from ..utils import (
@@ -217,11 +218,11 @@ def _distributed(tensor: Any) -> contextlib.AbstractContextManager:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class CheckpointFunction:
+class CheckpointFunction(NamedFunction):
     """Apex's class behind :func:`checkpoint`."""
 
     @staticmethod
-    def apply(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
+    def apply(run_function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
         """See :func:`checkpoint`."""
         from torch.utils.checkpoint import checkpoint
 
@@ -235,7 +236,7 @@ class CheckpointFunction:
                 tensor_rank_share(what, args[0].numel())
             keeping = _distributed(args[0])
         with keeping:
-            return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+            return checkpoint(run_function, *args, use_reentrant=False, context_fn=contexts)
 
 
 def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:
