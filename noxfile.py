@@ -71,6 +71,22 @@ def install(session, *requirements, local_links=True):
     session.install(*requirements, env=local_wheels() if local_links else {})
 
 
+def install_with_hashes(session, file):
+    """Install exactly what a file of ci/requirements lists: what a release is made with."""
+    session.install("--require-hashes", "-r", f"ci/requirements/{file}")
+
+
+@nox.session(venv_backend="none")
+def pins(session):
+    """Write ci/requirements from ci/matrix.toml: all that a release installs, with hashes."""
+    for file, requirements in workspace.pinned().items():
+        wanted = Path(session.create_tmp(), file)
+        wanted.write_text("\n".join(requirements) + "\n")
+        options = ["--universal", "--python-version", MATRIX["pythons"][0], "--generate-hashes"]
+        options += ["--no-header", "--no-annotate", "--upgrade", "-o", f"ci/requirements/{file}"]
+        session.run("uv", "pip", "compile", "--quiet", *options, str(wanted), external=True)
+
+
 def install_wheels(session, packages, *others, torch=TORCH, local_links=True):
     """Install wheels from dist/ with their test requirements, on one version of torch."""
     wheels = [f"{p}[test] @ {workspace.wheel(p).as_uri()}" for p in packages]
@@ -154,8 +170,8 @@ def build(session):
 @nox.session
 def release(session):
     """Check, build, try out and tag a package (-- PACKAGE VERSION; --dry-run leaves no tag)."""
-    install(session, f"torch=={TORCH}", "hatchling", "ninja", "packaging", "uv", *RELEASE_TOOLS)
-    install(session, "tomli; python_version < '3.11'")
+    install_with_hashes(session, "release.txt")
+    install(session, f"torch=={TORCH}")
     environment = TEST_ENVIRONMENT | COMPILING | local_wheels()
     session.run("python", "ci/release.py", *session.posargs, env=environment)
 
@@ -164,7 +180,7 @@ def release(session):
 def manylinux(session):
     """Build and check a wheel in manylinux_2_28, from an sdist (-- SDIST FOLDER); needs docker."""
     sdist, folder = session.posargs
-    install(session, CIBUILDWHEEL, "uv", *RELEASE_TOOLS, "tomli; python_version < '3.11'")
+    install_with_hashes(session, "release.txt")
     session.run("cibuildwheel", sdist, "--output-dir", folder, env=workspace.cibuildwheel())
     oldest = Path(session.create_tmp(), "torch").resolve()
     torch = ["--no-deps", "--target", str(oldest), f"torch=={MATRIX['torch']['versions'][0]}"]

@@ -90,6 +90,28 @@ def artifacts(package: str, pattern: str) -> list[Path]:
     return sorted(DIST.glob(f"{package.replace('-', '_')}-{pattern}"))
 
 
+REQUIREMENTS = ROOT / "ci" / "requirements"
+
+
+def pinned() -> dict[str, list[str]]:
+    """Return what each file of ci/requirements is made of: all that a release installs but torch.
+
+    torch comes from its own index, whose builds differ from machine to machine.
+    """
+    facts = MATRIX["release"]
+    tables = {
+        name: [f"{tool}=={v}" for tool, v in facts[name].items()]
+        for name in ("start", "build", "tools")
+    }
+    nvcc = f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={MATRIX['cuda']['toolkit']}"
+    wheel = [f"cibuildwheel=={facts['cibuildwheel']} ; python_version >= '3.11'", "packaging"]
+    wheel.append("tomli ; python_version < '3.11'")
+    return {
+        "build.txt": [f"uv=={facts['start']['uv']}", *tables["build"], nvcc],
+        "release.txt": [*tables["start"], *tables["build"], *tables["tools"], *wheel],
+    }
+
+
 def cibuildwheel() -> dict[str, str]:
     """Return the variables that make cibuildwheel build a release's wheel.
 
@@ -97,10 +119,9 @@ def cibuildwheel() -> dict[str, str]:
     environment, and auditwheel leaves torch's libraries where they are.
     """
     install = (
-        "python -m pip install uv",
+        # cibuildwheel shows the container the whole file system as /host.
+        f"python -m pip install --require-hashes -r '/host{REQUIREMENTS / 'build.txt'}'",
         f"uv pip install --system --torch-backend cpu torch=={MATRIX['torch']['build']}",
-        "uv pip install --system hatchling ninja "
-        f"'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={MATRIX['cuda']['toolkit']}'",
     )
     python = "cp" + MATRIX["release"]["python"].replace(".", "")
     repair = "auditwheel repair --only-plat --plat manylinux_2_28_$(uname -m) -w {dest_dir} "

@@ -1,13 +1,15 @@
 """What workflows rely on, as far as it can be seen without GitHub and without containers."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ci.workspace import MATRIX, ROOT, cibuildwheel
+from ci.workspace import MATRIX, REQUIREMENTS, ROOT, cibuildwheel, pinned
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PINNED = re.compile(r"\w[\w./-]*@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\.github/workflows/\w+\.yml")
@@ -38,6 +40,43 @@ def test_one_wheel_is_built_per_kind_of_machine(machine):
 
 
 def test_wheels_are_built_against_the_torch_and_cuda_of_the_matrix():
-    installed = cibuildwheel()["CIBW_BEFORE_BUILD"]
-    assert f" torch=={MATRIX['torch']['build']} " in installed
-    assert installed.endswith(f"=={MATRIX['cuda']['toolkit']}'")
+    first, second = cibuildwheel()["CIBW_BEFORE_BUILD"].split(" && ")
+    file = re.fullmatch(r"python -m pip install --require-hashes -r '/host(.+)'", first).group(1)
+    assert f"cuda-toolkit=={MATRIX['cuda']['toolkit']} " in Path(file).read_text()
+    assert second.endswith(f" torch=={MATRIX['torch']['build']}")
+
+
+@pytest.mark.parametrize(("file", "wanted"), pinned().items(), ids=pinned())
+def test_what_a_release_installs_is_pinned_as_the_matrix_says(file, wanted):
+    """`nox -s pins` writes these files."""
+    entries = re.split(r"\n(?=\S)", (REQUIREMENTS / file).read_text().strip())
+    versions = {}
+    for entry in entries:
+        name, version = re.match(r"([\w.-]+)==(\S+)", entry).groups()
+        versions[name] = version
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
+    for requirement in wanted:
+        name, version = re.match(r"([\w-]+)(?:\[.*\])?(?:==(\S+))?", requirement).groups()
+        assert versions[name] == (version or versions[name]), f"{requirement}: run nox -s pins"
+
+
+@pytest.mark.parametrize("name", ["release", "smoke"])
+def test_jobs_of_a_release_install_with_hashes_alone(name):
+    """Whatever runs in these jobs could change what is published."""
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text()
+    commands = re.findall(r"pip install (.*)", text)
+    assert commands
+    assert set(commands) == {"--require-hashes -r ci/requirements/release.txt"}
+
+
+@pytest.mark.parametrize("session", ["release", "manylinux"])
+def test_sessions_of_a_release_install_with_hashes_alone(session):
+    """All but torch, which comes from its own index."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    (body,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == session)
+    calls = [node for node in ast.walk(body) if isinstance(node, ast.Call)]
+    named = [(getattr(c.func, "id", getattr(c.func, "attr", "")), c) for c in calls]
+    assert any(called == "install_with_hashes" for called, _ in named)
+    for called, call in named:
+        if called == "install":
+            assert [ast.unparse(a) for a in call.args] == ["session", "f'torch=={TORCH}'"]
