@@ -70,3 +70,13 @@ def test_a_step_that_a_script_leaves_out(world):
     assert all(map(torch.equal, train(model, optimizer, torch.amp.GradScaler("cpu")), before))
     optimizer._pipeline_step = native
     assert not torch.equal(train(model, optimizer)[0], before[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.int16, torch.complex64])
+def test_copies_are_looked_at_before_the_first_write(dtype):
+    lists = [[torch.ones(17)] for _ in range(4)]
+    copies, norm = [torch.zeros(17).to(dtype)], torch.ones(1, dtype=torch.float64)
+    numbers = (0.1, None, 0.9, 0.99, 1e-6, 0.1, 1, None, True, False, True, False, norm, 1.0)
+    with pytest.raises(RuntimeError, match="lamb_step: copies must be"):
+        torch.ops.apex_contrib.lamb_step(*lists, copies, *numbers, None, None)
+    assert all(torch.equal(tensors[0], torch.ones(17)) for tensors in lists)

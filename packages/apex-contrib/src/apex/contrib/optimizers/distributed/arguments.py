@@ -145,7 +145,7 @@ def check_group(group: dict[str, Any]) -> None:
         else:
             is_right = isinstance(value, Real) and value >= 0
         if not is_right:
-            raise ValueError(f"{NAME}: {name} must be a number >= 0, got {value!r}.")
+            raise ValueError(f"{NAME}: {name} must be >= 0, got {value!r}.")
 
 
 def _is_decay(beta: Any) -> bool:

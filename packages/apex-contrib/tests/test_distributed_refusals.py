@@ -1,0 +1,111 @@
+"""Damaged states: a load is refused on all ranks with nothing changed, or it loads.
+
+``APEX_SPOILS`` sets how many states of each optimizer are tried.
+"""
+
+import copy
+import os
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
+
+SPOILS = int(os.environ.get("APEX_SPOILS", "40"))
+WRONG = [None, "x", -1, 2.5, float("nan"), [], {}, torch.ones(3), torch.zeros(2, dtype=torch.int8)]
+KINDS = {"adam": DistributedFusedAdam, "lamb": DistributedFusedLAMB}
+
+
+def places(value, path=()):
+    """All containers of a nested state, with the keys in them."""
+    keys = value if isinstance(value, dict) else range(len(value)) if type(value) is list else ()
+    for key in keys:
+        yield value, key
+        yield from places(value[key], (*path, key))
+
+
+def spoil(rng, state):
+    """Change one thing: drop it, rename it, or put something wrong or shorter in its place."""
+    holder, key = rng.choice(list(places(state)))
+    value = holder[key]
+    how = rng.choice(["drop", "rename", "replace", "replace", "bits"])
+    if how == "bits" and isinstance(value, torch.Tensor) and value.numel():
+        flat = value.view(-1).view(torch.uint8)
+        flat[rng.randrange(flat.numel())] ^= 1 << rng.randrange(8)
+    elif how == "rename" and isinstance(holder, dict):
+        holder[f"{key}!"] = holder.pop(key)
+    elif how == "drop":
+        del holder[key]
+    else:
+        holder[key] = rng.choice([*WRONG, value[:-1]] if hasattr(value, "__getitem__") else WRONG)
+
+
+def bits_of(optimizer, params):
+    state = optimizer.state_dict()
+    found = [t.detach().clone() for t in params]
+    entries = state.get("state", {"whole": state})
+    for entry in entries.values():
+        tensors = entry.values() if isinstance(entry, dict) else ()
+        found += [t.clone() for t in tensors if isinstance(t, torch.Tensor)]
+    groups = copy.deepcopy(state.get("param_groups"))
+    return [t.view(torch.uint8) if t.dim() else t for t in found], repr(groups)
+
+
+def is_same(first, second):
+    return first[1] == second[1] and all(map(torch.equal, first[0], second[0]))
+
+
+def check_spoiled(rank, world, kind, spoils):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    params = list(model.parameters())
+    optimizer = KINDS[kind](params, lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved, rng, refused = copy.deepcopy(optimizer.state_dict()), random.Random(0), 0
+    for case in range(spoils):
+        state = copy.deepcopy(saved)
+        spoil(rng, state)
+        before = bits_of(optimizer, params)
+        try:
+            # The ranks take turns in having a damaged file.
+            optimizer.load_state_dict(state if case % world == rank else saved)
+        except (ValueError, RuntimeError, TypeError) as error:
+            refused += 1
+            assert "load_state_dict" in str(error) or "must be" in str(error), repr(error)
+            assert is_same(bits_of(optimizer, params), before), (case, error)
+    assert refused > spoils // 4
+    optimizer.load_state_dict(saved)
+    print(f"{kind}: {refused} of {spoils} states refused", flush=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_states(kind, two_ranks):
+    two_ranks(check_spoiled, kind=kind, spoils=SPOILS)
+
+
+def check_one_refuses(rank, world):
+    params = [nn.Parameter(torch.ones(3))]
+    for kind in KINDS.values():
+        optimizer = kind(params)
+        saved = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            optimizer.load_state_dict(saved if rank == 0 else {})
+        assert ("ranks [1] of process_group refused" in str(caught.value)) == (rank == 0)
+        later = copy.deepcopy(saved)
+        if kind is DistributedFusedLAMB:
+            later["step"] += rank
+        else:
+            later["state"]["step"] += rank
+        with pytest.raises(RuntimeError, match=r"states of ranks \[1\].* another step"):
+            optimizer.load_state_dict(later)
+        optimizer.load_state_dict(saved)
+
+
+def test_one_rank_refuses(two_ranks):
+    two_ranks(check_one_refuses)
