@@ -58,6 +58,14 @@ def is_same(first, second):
     return first[1] == second[1] and all(map(torch.equal, first[0], second[0]))
 
 
+def error_of(optimizer, state):
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, RuntimeError, TypeError) as error:
+        return error
+    return None
+
+
 def check_spoiled(rank, world, kind, spoils):
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
@@ -72,10 +80,9 @@ def check_spoiled(rank, world, kind, spoils):
         state = copy.deepcopy(saved)
         spoil(rng, state)
         before = bits_of(optimizer, params)
-        try:
-            # The ranks take turns in having a damaged file.
-            optimizer.load_state_dict(state if case % world == rank else saved)
-        except (ValueError, RuntimeError, TypeError) as error:
+        # The ranks take turns in having a damaged file.
+        error = error_of(optimizer, state if case % world == rank else saved)
+        if error is not None:
             refused += 1
             assert "load_state_dict" in str(error) or "must be" in str(error), repr(error)
             assert is_same(bits_of(optimizer, params), before), (case, error)
