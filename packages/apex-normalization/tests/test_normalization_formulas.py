@@ -124,6 +124,30 @@ def test_formula(case, check, device):
     check(case, device)
 
 
+OPTIONS = {
+    "memory_efficient": {"memory_efficient": True},
+    "memory_efficient, zero-centred": {"memory_efficient": True, "zero_centered_gamma": True},
+    "float32 weights": {},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_other_forms_are_batch_invariant(options, device):
+    """Beside those of CASES: what works from the output, and input beside weights of float32."""
+    is_wide = not options
+
+    def of(dtype, device, columns=7):
+        x, *parameters = of_x(dtype, device, columns)
+        parameters = [p.abs() for p in parameters]  # the input is recovered from the output
+        return x, *(p.float() if is_wide else p for p in parameters)
+
+    layer = lambda x, w, b: FusedLayerNormAffineFunction.apply(x, w, b, x.shape[-1], EPS, **options)
+    rms = lambda x, w, b: FusedRMSNormAffineFunction.apply(x, w, x.shape[-1], EPS, **options)
+    for norm in (layer, rms):
+        case = norm_case(norm, of, None, grads=(0,), rows=(0,), operators=())
+        CHECKS["batch_invariance"](case, device)
+
+
 def on_ranks(rank, world_size):
     for case in CASES.values():
         check_sharded(case, rank, world_size)
