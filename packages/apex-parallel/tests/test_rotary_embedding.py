@@ -261,7 +261,7 @@ def test_errors_name_the_arguments_of_the_operator():
     x, cos, sin, _ = heads_at(torch.float32, "cpu")
     with pytest.raises(RuntimeError, match=r"rotary_embedding_backward: dy must be \[batch"):
         ops.rotary_embedding_backward(x[0], cos, sin, None, True)
-    image = [torch.zeros(5, x.shape[3] // 2) for _ in range(4)]
+    x, image = torch.zeros(1, 1, 5, 8), [torch.zeros(5, 4) for _ in range(4)]
     image[3] = image[3].half()
     with pytest.raises(RuntimeError, match="2d_forward: sin_w must be contiguous"):
         ops.rotary_embedding_2d_forward(x, *image, 2)
