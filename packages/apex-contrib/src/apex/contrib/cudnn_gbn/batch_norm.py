@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._shared.native.named_functions import NamedFunction
-from .._shared.native.operands import autocast
+from .._shared.native.operands import autocast, is_amp
 from ..group_batch_norm.over_group import group_batch_norm, group_of, momentum_now
 
 __all__ = ["GroupBatchNorm2d"]
@@ -131,7 +131,8 @@ class GroupBatchNorm2d(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` ``[N, C, H, W]``."""
         self._check_input_dim(input)
-        (input,) = autocast(input)
+        if not is_amp(input):  # whose lists know no batch norm of ours
+            (input,) = autocast(input)
         if not self.training:
             running = self.running_mean, self.running_var
             from_batch = self.running_mean is None
