@@ -42,10 +42,11 @@ inline Passes chosen_passes(const char* op, const std::optional<Tensor>& squares
         only_pass, ".");
   const Tensor& like = params[0];
   check(squares->numel() == 2 * static_cast<int64_t>(params.size()) && squares->is_contiguous() &&
-            squares->is_cpu() == like.is_cpu() &&
+            squares->scalar_type() == ScalarType::Double && squares->is_cpu() == like.is_cpu() &&
             squares->get_device_index() == like.get_device_index(),
         op, ": squares must be contiguous, two numbers per tensor (", 2 * params.size(),
-        "), on the device of the tensors (", describe(like), "), got ", describe(*squares), ".");
+        "), float64, on the device of the tensors (", describe(like), "), got ", describe(*squares),
+        ".");
   return {only_pass == 1, only_pass == 2, data<double>(*squares, "squares")};
 }
 
