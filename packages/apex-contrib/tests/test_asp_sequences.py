@@ -84,14 +84,18 @@ class Plain:
 class Sequences(RuleBasedStateMachine):
     """The rules are ASP's calls in any order, also in those that it refuses."""
 
-    @initialize(keep=st.booleans())
-    def start(self, keep):
+    @initialize(keep=st.booleans(), begun=st.booleans())
+    def start(self, keep, begun):
         ASP.reset()
         Permutation.set_permutation_saving_params(allow_permutation=True)
         self.keep, self.net = keep, network()
         self.optimizer = optimizer_of(self.net)
         self.is_held = self.is_wrapped = False
         self.plain, self.saved, self.had_masks = Plain(self.net), None, False
+        if begun:  # so that half of the sequences are about a pruned network
+            self.init_model()
+            self.init_optimizer()
+            self.compute_masks()
 
     def teardown(self):
         ASP.reset()
