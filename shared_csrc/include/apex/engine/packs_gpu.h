@@ -18,9 +18,6 @@ struct StagedView {
   const T* staged;  // null if not staged
 };
 
-// A count above every pack's: all elements, one by one, from memory that is not aligned.
-inline constexpr int kOneByOne = 1 << 16;
-
 template <class T, int N, class Indices, class... Views>
 struct GpuPack;
 

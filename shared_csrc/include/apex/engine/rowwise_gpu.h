@@ -134,8 +134,8 @@ class Row {
   APEX_DEVICE T sum(const F& functor, const Views&... views) const {
     TwoStageSum<T> own;
     terms(
-        [&](auto& pack, int lane) {
-          if (lane == 0) own.begin_pack();
+        [&](auto& pack, int lane, bool begins) {
+          if (begins) own.begin_pack();
           own.add(pack.call(functor, lane));
         },
         views...);
@@ -146,7 +146,7 @@ class Row {
   APEX_DEVICE Array<T, N> sums(const F& functor, const Views&... views) const {
     Array<T, N> totals{};
     terms(
-        [&](auto& pack, int lane) {
+        [&](auto& pack, int lane, bool) {
           Array<T, N> terms = pack.call(functor, lane);
 #pragma unroll
           for (int n = 0; n < N; ++n) totals[n] += terms[n];
@@ -205,7 +205,7 @@ class Row {
   APEX_DEVICE Array<T, N> fold(const Array<T, N>& empty, const F& functor, const Merge& merge,
                                const Views&... views) const {
     Array<T, N> state = empty;
-    terms([&](auto& pack, int lane) { pack.call_into(functor, state, lane); }, views...);
+    terms([&](auto& pack, int lane, bool) { pack.call_into(functor, state, lane); }, views...);
     return reduce_row(state, merge);
   }
 
@@ -256,14 +256,32 @@ class Row {
     }
   }
 
-  // body(pack, lane) for every element of this thread, of the same ones wherever the row lies: a
-  // sum has the same bits then. Where memory is not aligned, packs are loaded element by element,
-  // from lines that the first of them brings to the cache.
+  // body(pack, lane, begins) for every element of this thread, of the same ones wherever the row
+  // lies, so that a sum has the same bits. `begins` says that a whole pack does.
   template <class Body, class... Views>
   APEX_DEVICE void terms(const Body& body, const Views&... views) const {
     constexpr int N = pack_size<typename Views::storage...>();
-    const bool aligned = (view_aligned<N>(views) && ...);
-    pass_packs<N>(threadIdx.x, blockDim.x, aligned ? N : kOneByOne, body, views...);
+    if ((view_aligned<N>(views) && ...)) {
+      pass_packs<N>(
+          threadIdx.x, blockDim.x, [&](auto& pack, int lane) { body(pack, lane, lane == 0); },
+          views...);
+      return;
+    }
+    GpuPack<T, 1, std::index_sequence_for<Views...>, Views...> single;
+    int64_t column = static_cast<int64_t>(threadIdx.x) * N, in_pack = 0;
+    const int64_t stride = static_cast<int64_t>(blockDim.x) * N;
+#pragma unroll 1
+    while (column < columns_) {
+      single.load_all(column, 1, views...);
+      body(single, 0, in_pack == 0);
+      single.store_all(column, 1, views...);
+      const bool is_whole = column - in_pack + N <= columns_;
+      ++column;
+      if (is_whole && ++in_pack == N) {
+        column += stride - N;
+        in_pack = 0;
+      }
+    }
   }
 
   // body(pack, lane) for every element of this thread; packs where memory is aligned.
@@ -278,24 +296,24 @@ class Row {
     constexpr int N = pack_size<typename Views::storage...>();
     bool aligned = (view_aligned<N>(views) && ...);
     if (aligned) {
-      pass_packs<N>(thread, threads, N, body, views...);
+      pass_packs<N>(thread, threads, body, views...);
     } else {
-      pass_packs<1>(thread, threads, 1, body, views...);
+      pass_packs<1>(thread, threads, body, views...);
     }
   }
 
-  // Whole packs ask no lane whether it has an element. `count` is N, or kOneByOne.
+  // Whole packs ask no lane whether it has an element.
   template <int N, class Body, class... Views>
-  APEX_DEVICE void pass_packs(int thread, int threads, int count, const Body& body,
+  APEX_DEVICE void pass_packs(int thread, int threads, const Body& body,
                               const Views&... views) const {
     GpuPack<T, N, std::index_sequence_for<Views...>, Views...> pack;
     int64_t column = static_cast<int64_t>(thread) * N;
     const int64_t stride = static_cast<int64_t>(threads) * N;
     for (; column + N <= columns_; column += stride) {
-      pack.load_all(column, count, views...);
+      pack.load_all(column, N, views...);
 #pragma unroll
       for (int lane = 0; lane < N; ++lane) body(pack, lane);
-      pack.store_all(column, count, views...);
+      pack.store_all(column, N, views...);
     }
     if constexpr (N > 1) {
       // What fills no pack, by its thread alone: where rows have such a rest, few are aligned.
