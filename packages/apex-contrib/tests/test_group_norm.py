@@ -103,7 +103,7 @@ SHAPES = {
     "samples": ((17, 64, 2, 3), 32),
     "parts": ((3, 40, 33, 35), 4),
     "vector": ((1, 32, 20, 20), 8),
-    **for_gpus(block=((2, 776, 2, 2), 8), wide=((1, 1032, 2, 1), 4)),
+    **for_gpus(block=((2, 776, 2, 2), 8), wide=((1, 1027, 2, 1), 13)),
 }
 LAYOUTS = {
     "channels-last": channels_last,
