@@ -149,7 +149,8 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def _is_decay(beta: Any) -> bool:
-    return isinstance(beta, Real | Tensor) and bool(0 <= beta < 1)
+    is_number = beta.numel() == 1 if isinstance(beta, Tensor) else isinstance(beta, Real)
+    return is_number and bool(0 <= beta < 1)
 
 
 def device_of(params: Iterable[Tensor], given: torch.device | str) -> torch.device:

@@ -299,11 +299,11 @@ def load_together(
     error, facts, take = None, None, None
     try:
         facts, take = check()
-    except (ValueError, RuntimeError) as refusal:
-        error = refusal
     except Exception as failure:
-        error = ValueError(f"{where}: the state cannot be read, it is damaged: {failure!r}")
-        error.__cause__ = failure
+        error = failure
+        if not str(failure).startswith(where.partition(".")[0]):  # not in words of ours
+            error = ValueError(f"{where}: the state cannot be read, it is damaged: {failure!r}")
+            error.__cause__ = failure
     refuse_together(error, group, device, where)
     if odd := odd_ranks(facts, group, device):
         raise RuntimeError(
