@@ -40,7 +40,8 @@ def spoil(rng, state):
     elif how == "drop":
         del holder[key]
     else:
-        holder[key] = rng.choice([*WRONG, value[:-1]] if hasattr(value, "__getitem__") else WRONG)
+        is_long = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim())
+        holder[key] = rng.choice([*WRONG, value[:-1]] if is_long else WRONG)
 
 
 def bits_of(optimizer, params):
