@@ -81,7 +81,10 @@ def _function_of(name: str, forward: Any, backward: Any, reference: Any) -> type
         results = forward(option, *tensors)
         ctx.save_for_backward(*tensors, *results[1:])
         ctx.option = option
-        return results[0]
+        output = results[0]
+        # torch lets nobody change a view in place that an autograd function has made.
+        is_view = not torch.compiler.is_compiling() and output._is_view()
+        return output.detach() if is_view else output
 
     def apply_backward(ctx: Any, dy: Tensor) -> Any:
         if is_autocast(dy):

@@ -44,6 +44,7 @@ class Case:
             rows for the check of batch invariance, on each path of an engine.
         by_place: whether a row's numbers depend on its place, as random ones do.
         without: what cannot hold, and why: ``{"batch invariance": reason}``.
+        keeps_output: why the gradient needs the output; "" where it does not.
     """
 
     function: Callable[..., torch.Tensor]
@@ -57,6 +58,7 @@ class Case:
     wide: Callable[[torch.dtype, Any, int], tuple] | None = None
     by_place: bool = False
     without: Mapping[str, str] = field(default_factory=dict)
+    keeps_output: str = ""
 
     def of_grads(self, arguments: tuple, function: Callable | None = None) -> tuple:
         """A function of the differentiable arguments alone, and these."""
@@ -308,6 +310,19 @@ def check_some_gradients(case, device):
         torch.testing.assert_close(given[wanted].grad, expected[wanted])
 
 
+def check_in_place(case, device):
+    """An operation in place behind the output stops only a gradient that needs the output."""
+    fused, values = case.of_grads(case.arguments(torch.float32, device))
+    seed = torch.randn_like(fused(*values))
+    expected = _with_gradients(lambda *v: fused(*v).mul(2), values, seed)
+    if case.keeps_output:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            _with_gradients(lambda *v: fused(*v).mul_(2), values, seed)
+    else:
+        actual = _with_gradients(lambda *v: fused(*v).mul_(2), values, seed)
+        torch.testing.assert_close(actual, expected)
+
+
 CHECKS = {
     check.__name__.removeprefix("check_"): check
     for check in (
@@ -324,6 +339,7 @@ CHECKS = {
         check_autocast,
         check_some_gradients,
         check_batch_invariance,
+        check_in_place,
     )
 }
 

@@ -7,6 +7,7 @@ here has a gradient, and autocast changes nothing. Errors are those of :mod:`ape
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ __all__ = [
     "linear_bias_forward",
     "linear_gelu_linear_backward",
     "linear_gelu_linear_forward",
+    "wgrad_gemm_accum_fp16",
+    "wgrad_gemm_accum_fp32",
 ]
 
 
@@ -56,3 +59,24 @@ def linear_gelu_linear_backward(
     """Gradients of input, weight1, bias1, weight2 and bias2, given what the forward returned."""
     name = "linear_gelu_linear_backward"
     return _raw.gelu_dense_gradients(name, input, gelu_in, output1, weight1, weight2, d_output2)
+
+
+def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    """An older place of ``fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32``."""
+    _weight_gradient("wgrad_gemm_accum_fp32").wgrad_gemm_accum_fp32(input, d_output, d_weight)
+
+
+def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    """An older place of ``fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16``."""
+    _weight_gradient("wgrad_gemm_accum_fp16").wgrad_gemm_accum_fp16(input, d_output, d_weight)
+
+
+def _weight_gradient(name: str) -> ModuleType:
+    try:
+        import fused_weight_gradient_mlp_cuda
+    except ImportError as error:
+        raise RuntimeError(
+            f"fused_dense_cuda.{name}: this function is in the package apex-parallel, which is not "
+            "installed: pip install apex-parallel."
+        ) from error
+    return fused_weight_gradient_mlp_cuda

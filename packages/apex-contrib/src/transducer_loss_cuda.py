@@ -34,7 +34,7 @@ def forward(
     opt: int,
     packed_input: bool,
 ) -> list[Tensor]:
-    """Return alpha, beta and the loss; float32, or float64 for float64.
+    """Return alpha and beta, float32 or float64 for float64, and the loss in the dtype of ``x``.
 
     ``x`` has logarithms of probabilities, not logits. Shapes, dtypes and errors
     are those of :class:`apex.contrib.transducer.TransducerLoss`; ``opt`` has no effect.
@@ -42,7 +42,7 @@ def forward(
     packed = (batch_offset, max_f_len) if packed_input else None
     given = _arguments_of(x, label, f_len, y_len, blank_idx, packed, False)
     loss, *_, alpha, beta = _ops.transducer_loss_forward(*given)
-    return [alpha.to(loss.dtype), beta.to(loss.dtype), loss]
+    return [alpha.to(loss.dtype), beta.to(loss.dtype), loss.to(x.dtype)]
 
 
 @torch.no_grad()

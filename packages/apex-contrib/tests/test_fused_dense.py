@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import sys
 from dataclasses import replace
 
 import pytest
@@ -402,3 +403,16 @@ def test_extension_module(rows, dtype, device):
         legacy.linear_gelu_linear_backward(x, x, output1, w1, w2, dy)
     with pytest.raises(TypeError, match=r"linear_bias_forward: bias is torch\.int32"):
         legacy.linear_bias_forward(x, w1, b1.int())
+
+
+def test_weight_gradients_at_their_older_place(monkeypatch):
+    extension = pytest.importorskip("fused_dense_cuda")
+    pytest.importorskip("fused_weight_gradient_mlp_cuda", reason="apex-parallel is not installed")
+    x, dy = torch.ones(3, 2), torch.ones(3, 4)
+    for name, dtype in (("wgrad_gemm_accum_fp32", x.dtype), ("wgrad_gemm_accum_fp16", torch.half)):
+        gradient = torch.ones(4, 2, dtype=dtype)
+        getattr(extension, name)(x.to(dtype), dy.to(dtype), gradient)
+        assert torch.equal(gradient, torch.full_like(gradient, 4))
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", None)
+    with pytest.raises(RuntimeError, match="pip install apex-parallel"):
+        extension.wgrad_gemm_accum_fp32(x, dy, torch.zeros(4, 2))

@@ -302,3 +302,13 @@ def test_import_error_where_kernels_cannot_run(module, monkeypatch):
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(ImportError, match=r"neither prebuilt .* APEX_JIT=0"):
         importlib.import_module(module)
+
+
+def test_without_activation_the_output_may_be_changed_in_place():
+    torch.manual_seed(0)
+    mlp, x = MLP([8, 6, 4], activation="none"), torch.randn(3, 8)
+    gradients = [
+        torch.autograd.grad(change(mlp(x)).sum(), list(mlp.parameters()))
+        for change in (torch.relu_, torch.relu)
+    ]
+    torch.testing.assert_close(*gradients)

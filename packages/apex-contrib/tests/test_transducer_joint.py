@@ -304,8 +304,13 @@ def test_class_and_reference_of_apex(device):
     wanted = with_gradients(lambda f, g: oracle(f, g, *lengths, relu=True), f, g, seed)
     torch.testing.assert_close(results, wanted)
     cells = lambda t: packed(t, f, g, *lengths)
-    results = transducer_joint_reference(f, g, cells(seed), *short, True, True, False)
-    torch.testing.assert_close(results[0], cells(wanted[0]))
+    results = transducer_joint_reference(f, g, seed, *short, True, True, False)
+    torch.testing.assert_close(results, (cells(wanted[0]), *wanted[1:]))
+    mask = torch.rand_like(seed) > 0.5
+    results = transducer_joint_reference(f, g, seed, *short, True, True, True, 0.5, mask)
+    of_mask = lambda f, g: oracle(f, g, *lengths, relu=True, keep=mask, scale=2.0)
+    wanted = with_gradients(of_mask, f, g, seed)
+    torch.testing.assert_close(results, (cells(wanted[0]), *wanted[1:]))
     with pytest.raises(NotImplementedError, match="dropout=True needs its mask"):
         transducer_joint_reference(f, g, seed, *lengths, False, False, True, 0.5)
 

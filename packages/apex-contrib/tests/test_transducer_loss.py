@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from apex.contrib.transducer import TransducerLoss, decompositions
+from apex.contrib.transducer.loss import arguments_of
 from apex.contrib.transducer.transducer import TransducerLossFunc
 from apex.contrib.transducer.transducer_loss import ops
 from apex_testkit import FLOATS, LAYOUTS, assert_as_accurate_as, assert_same_bits, opcheck_samples
@@ -451,8 +452,20 @@ def test_reference_function_of_apex():
 
     x, *given = arguments(torch.float64, "cpu")
     grad = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    alpha, _, gradient, loss = transducer_loss_reference(x, *given, BLANK, grad)
+    alpha, beta, gradient, loss = transducer_loss_reference(x, *given, BLANK, grad)
+    expected = ops.transducer_loss_forward(*arguments_of(x, *given, BLANK, None))
+    torch.testing.assert_close((alpha, beta), expected[-2:])
     torch.testing.assert_close(loss, oracle(x, *given))
     leaf = x.requires_grad_()
     torch.testing.assert_close(gradient, torch.autograd.grad(oracle(leaf, *given), leaf, grad)[0])
     assert alpha.shape == x.shape[:3]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_loss_has_the_dtype_of_the_logits(dtype):
+    x, *given = arguments(dtype, "cpu")
+    for options in ({}, {"fuse_softmax_backward": False}):
+        loss = TransducerLoss(**options)(x.requires_grad_(), *given, BLANK)
+        assert loss.dtype == dtype
+        loss.sum().backward()
+        assert x.grad.dtype == dtype

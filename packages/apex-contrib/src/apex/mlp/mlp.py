@@ -44,7 +44,7 @@ def _reference(option: tuple[bool, int], x: Tensor, *parameters: Tensor) -> Tens
 
 
 def _forward(option: tuple[bool, int], x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    """The output, and the outputs of all layers."""
+    """The output, and the outputs of all layers; without activation not the last one again."""
     has_bias, activation = option
     # Compiled by torch 2.11, an output that was written in place would get no gradient.
     in_place = not torch.compiler.is_compiling()
@@ -56,7 +56,7 @@ def _forward(option: tuple[bool, int], x: Tensor, *parameters: Tensor) -> tuple[
         elif activation:
             y = y.sigmoid_() if in_place else y.sigmoid()
         outputs.append(y)
-    return y, *outputs
+    return y, *(outputs if activation else outputs[:-1])
 
 
 def _backward(
@@ -64,7 +64,8 @@ def _backward(
 ) -> list[Tensor | None]:
     has_bias, activation = option
     layers, outputs = _layers(has_bias, saved[1 : len(needs)]), saved[len(needs) :]
-    count, inputs = len(layers), [saved[0], *outputs[:-1]]
+    count = len(layers)
+    inputs = [saved[0], *outputs[: count - 1]]
     gradients: list[Tensor | None] = [None] * len(needs)
     for i in reversed(range(count)):
         wants_bias = has_bias and needs[1 + count + i]
@@ -101,6 +102,7 @@ def run(name: str, bias: int, activation: int, args: Sequence[Tensor]) -> list[T
     wide = [t.float() for t in args] if needs_float32(*args) else args
     with torch.no_grad():
         results = plainly(args[0], _forward, option, *wide)
+    results = results if activation else (*results, results[0])
     return [result.to(dtype) for result in results]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import OrderedDict
 from typing import Any
 
 from .layer_norm import LayerNormSmallShapeOptImpl
@@ -18,6 +19,9 @@ __all__ = [
     "decompositions",
     "sync_triton_auto_tune_cache_across_gpus",
 ]
+
+_tuneable_triton_kernels: OrderedDict[str, Any] = OrderedDict()
+"""Apex's kernels that are tuned as they run, by name; scripts look into their caches. None is."""
 
 
 def decompositions() -> dict[Any, Any]:

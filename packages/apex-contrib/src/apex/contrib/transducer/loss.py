@@ -91,7 +91,8 @@ class TransducerLoss(nn.Module):
             debug_list: an empty list receives alpha and beta, in the layout of ``x`` without ``V``.
 
         Returns:
-            ``[B]`` float32, or float64 for float64. A sample without frames has 0, or inf if it has
+            ``[B]``, in the dtype of ``x``: computed in float32 at least, and rounded once (a
+            float16 loss beyond 65,504 is inf). A sample without frames has 0, or inf if it has
             labels; a sample whose labels are impossible has inf, and a gradient of NaN. Cells of
             ``x`` outside of the lengths are not read; their gradient is 0. Derivatives of any order
             work.
@@ -110,7 +111,7 @@ class TransducerLoss(nn.Module):
             with torch.no_grad():
                 loss, *_, alpha, beta = ops.transducer_loss_forward(*arguments)
             debug_list += [alpha.to(loss.dtype), beta.to(loss.dtype)]
-        return _loss(*arguments)
+        return _loss(*arguments).to(x.dtype)
 
 
 class TransducerLossFunc(NamedFunction):
