@@ -96,38 +96,51 @@ def step_group(
         by_dtype[param.dtype].append(index)
     for indices in by_dtype.values():
         own, where = [params[i] for i in indices], [spans[i] for i in indices]
-        copies, wide = (
-            [new[b:e] for b, e in where],
-            [],
-        )  # wide: pairs of a float64 one and its values
-        if own[0].dtype == torch.float64:  # values are no more exact than what ranks exchange
-            narrow = [param.float() for param in own]
-            wide += zip(own, narrow, strict=True)
-            own = narrow
-        if new.dtype == torch.float64:
-            wide += zip(copies, own, strict=True)
-            copies = []
-        elif own[0].data_ptr() == copies[0].data_ptr():
-            copies = []
-        elif optimizer.capturable:  # a step that the device leaves out writes no copies
-            torch._foreach_copy_(copies, own)
-        rests = state.param_remainders_shard
-        call_counted(
-            distributed_adam_step,
-            own,
-            [grads[b:e] for b, e in where],
-            [state.exp_avg_shard[b:e] for b, e in where],
-            [state.exp_avg_sq_shard[b:e] for b, e in where],
-            [] if rests is None else [rests[b:e] for b, e in where],
-            copies,
-            None,
-            None,
-            *numbers["device"],
-            numbers["found_inf"],
-            *numbers["host"],
-        )
-        for target, values in wide:
-            target.copy_(values)
+        _step_spans(optimizer, state, grads, new, own, where, numbers)
+
+
+def _step_spans(
+    optimizer: Any,
+    state: StateBucket,
+    grads: Tensor,
+    new: Tensor,
+    own: list[Tensor],
+    spans: list[tuple[int, int]],
+    numbers: dict[str, Any],
+) -> None:
+    """Step parameters of one dtype, which lie at ``spans`` of their shard.
+
+    Values of float64 parameters are no more exact than what ranks exchange: they are stepped as
+    float32 and copied back, and so are float64 copies.
+    """
+    copies, targets = [new[b:e] for b, e in spans], []
+    if own[0].dtype == torch.float64:
+        targets, own = own, [param.float() for param in own]
+    written = list(zip(targets, own, strict=False))
+    if new.dtype == torch.float64:
+        written += zip(copies, own, strict=True)
+        copies = []
+    elif own[0].data_ptr() == copies[0].data_ptr():
+        copies = []
+    elif optimizer.capturable:  # a step that the device leaves out writes no copies
+        torch._foreach_copy_(copies, own)
+    rests = state.param_remainders_shard
+    call_counted(
+        distributed_adam_step,
+        own,
+        [grads[b:e] for b, e in spans],
+        [state.exp_avg_shard[b:e] for b, e in spans],
+        [state.exp_avg_sq_shard[b:e] for b, e in spans],
+        [] if rests is None else [rests[b:e] for b, e in spans],
+        copies,
+        None,
+        None,
+        *numbers["device"],
+        numbers["found_inf"],
+        *numbers["host"],
+    )
+    for target, values in written:
+        target.copy_(values)
 
 
 def step_scaled(
