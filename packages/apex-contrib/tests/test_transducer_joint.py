@@ -52,6 +52,7 @@ CASE = Case(
     decompositions=decompositions,
     ulps=2,
     wide=arguments,
+    keeps_output="The gradient of ReLU is read off the output, as that of torch.relu.",
 )
 
 
@@ -392,3 +393,20 @@ def test_nothing_is_scaled_without_a_mask(relu):
     actual, wanted = (ops.transducer_joint_backward(dh, h, *given, s) for s in (2.0, 1.0))
     for grad, expected in zip(actual, wanted, strict=True):
         assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("p", [0.0, 0.5], ids=["all", "dropout"])
+def test_a_relu_in_place_may_follow(p, is_packed, device):
+    """MLPerf's RNN-T puts one behind the joint, whose gradient does not need the joint."""
+    f, g, *lengths = arguments(torch.float32, device)
+    joint = TransducerJoint(pack_output=is_packed, dropout=p > 0, dropout_prob=p)
+    ends = torch.cumsum(lengths[0] * lengths[1], 0)
+    more = (ends, int(ends[-1])) if is_packed else ()
+    found = []
+    for relu in (torch.relu_, torch.relu):
+        torch.manual_seed(3)
+        leaves = f.detach().requires_grad_(), g.detach().requires_grad_()
+        found.append(torch.autograd.grad(relu(joint(*leaves, *lengths, *more)).sum(), leaves))
+    torch.testing.assert_close(*found)
+    assert found[0][0].abs().sum() > 0

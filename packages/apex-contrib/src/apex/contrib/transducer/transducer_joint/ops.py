@@ -61,5 +61,8 @@ def transducer_joint_backward(
     relu: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`transducer_joint_forward`, summed in float32 at least, in one order."""
+    """Gradients of :func:`transducer_joint_forward`, summed in float32 at least, in one order.
+
+    ``h`` is the result, which ReLU's gradient is read off; without ReLU it may be any tensor.
+    """
     return torch.empty_like(f), torch.empty_like(g)

@@ -116,7 +116,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dh_of_any_layout, const Tensor
   check_tensors(op, {{"dh", dh_of_any_layout}});
   Tensor dh = as_contiguous(dh_of_any_layout);  // often one number, expanded
   check_sizes(op, {"dh", dh}, sizes_of(cells, f), f.scalar_type(), {"f", f});
-  check_sizes(op, {"h", h}, sizes_of(cells, f), f.scalar_type(), {"f", f});
+  if (relu) check_sizes(op, {"h", h}, sizes_of(cells, f), f.scalar_type(), {"f", f});
   const uint8_t* mask = mask_of(op, keep, cells, f);
   Tensor df = empty_like(f, f.scalar_type()), dg = empty_like(g, g.scalar_type());
   Context context(f);
