@@ -104,7 +104,7 @@ def check_one_refuses(rank, world):
         saved = copy.deepcopy(optimizer.state_dict())
         with pytest.raises((ValueError, RuntimeError)) as caught:
             optimizer.load_state_dict(saved if rank == 0 else {})
-        assert ("ranks [1] of process_group refused" in str(caught.value)) == (rank == 0)
+        assert ("ranks [1] of the process group refused" in str(caught.value)) == (rank == 0)
         later = copy.deepcopy(saved)
         if kind is DistributedFusedLAMB:
             later["step"] += rank

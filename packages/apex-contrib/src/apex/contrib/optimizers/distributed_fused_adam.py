@@ -60,6 +60,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         grad_sync_dtype: in which gradients are added up; by default ``dtype``.
         param_sync_dtype: in which new parameters are sent; by default ``dtype``. Of an integer
             dtype, the most significant bytes of the values are sent, others become zero.
+            float64 does not make steps more exact, which are computed in float32.
         device: ``"cuda"``, the default, stands for the device of the parameters.
         process_group: ranks with the same parameters; by default all.
         distributed_process_group: ranks over which the state is divided; by default
@@ -71,9 +72,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         overlap_param_sync: return from :meth:`step` while parameters are under way. Each arrives at
             the latest when the forward of its submodule of ``module`` begins; without ``module``,
             :meth:`step` waits for all.
-        bucket_cap_mb: size of a bucket, in MiB of ``grad_sync_dtype``.
+        bucket_cap_mb: size of a bucket, in MiB of ``grad_sync_dtype``. If parameters fill less than
+            70 % of such buckets, a warning says so.
         pipeline_size: how many buckets are under way at once.
-        contiguous_param_buffer: make parameters views of one buffer per combination of dtypes.
+        contiguous_param_buffer: make parameters views of one buffer per combination of dtypes. They
+            must be of ``param_sync_dtype``, or that is an integer dtype of their size.
         contiguous_grad_buffer: add gradients up in one buffer; :meth:`grad_buffer_view` shows it.
         store_params: keep this rank's share of the parameters in ``dtype``.
         store_param_remainders: keep those 16 bits of a float32 value that its bfloat16 parameter
@@ -90,7 +93,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     Raises:
         RuntimeError: arguments exclude each other, the process groups' sizes do not multiply, the
-            ranks' parameters differ, or another rank has failed.
+            ranks' parameters differ, another rank has failed, or parameters belong to another
+            sharded optimizer that holds gradients which no step has used.
         ValueError: a dtype or a hyper-parameter is out of range.
         TypeError: a parameter is not floating point.
 
@@ -99,7 +103,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         its moments and its weight decay. ``requires_grad=False`` leaves it alone. The first
         backward is not overlapped: it shows in which order gradients arrive, and rank 0's order
         then holds for all. All ranks must call backward, :meth:`step`, :meth:`grad_norm` and
-        :meth:`state_dict` equally often and in the same order.
+        :meth:`state_dict` equally often and in the same order. A parameter belongs to the newest
+        sharded optimizer that was built over it. An older one raises RuntimeError when it is used;
+        its :meth:`state_dict` still works, but not with ``store_param_remainders``.
 
     Source:
         Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
@@ -466,6 +472,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         Raises:
             ValueError: another format, or ``gather_on_root`` with format 2.
             NotImplementedError: format 1 with scaled states.
+            RuntimeError: another optimizer has taken over parameters, and
+                ``store_param_remainders`` keeps a part of the state in them.
         """
         return checkpoints.save(self, state_dict_format, gather_on_root)
 
@@ -477,7 +485,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                 changed.
 
         Raises:
-            ValueError: it does not fit the parameters, or its format is unknown.
+            ValueError: it does not fit the parameters, is damaged, or its format is unknown.
+            RuntimeError: another rank refuses its state or has that of another step, or another
+                optimizer has taken over parameters. Nothing has changed on any rank, in all cases.
         """
         checkpoints.load(self, state_dict)
 
@@ -492,7 +502,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         return sharded_states.make(self)
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``torch.distributed.checkpoint.load`` has filled; a collective call."""
+        """Take what ``torch.distributed.checkpoint.load`` has filled; a collective call.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`load_state_dict`.
+        """
         from .distributed import sharded_states
 
         sharded_states.take(self, state_dict)

@@ -13,7 +13,7 @@ from .arguments import NAME, check_state, count_of
 from .collectives import all_gather, load_together
 from .held_values import KEYS, read, send_parameters, value_dtype, write
 from .layout import flat_like, shaped_view
-from .ownership import check_owner
+from .ownership import check_complete, check_owner
 from .plans import agree
 
 _MASTERS = ("param", "master_param")  # ours, and FusedAdam's
@@ -30,8 +30,7 @@ def save(optimizer: Any, state_dict_format: int | None, gather_on_root: bool | N
     form = 2 if state_dict_format is None else state_dict_format
     if form not in (1, 2):
         raise ValueError(f"{NAME}.state_dict: state_dict_format must be 1 or 2, got {form}.")
-    if optimizer.store_param_remainders:  # whose other halves are in the parameters
-        check_owner(optimizer, "state_dict")
+    check_complete(optimizer, "state_dict")
     optimizer.param_sync()
     agree(optimizer)  # parameters that no backward has seen have a state, too
     if form == 1:

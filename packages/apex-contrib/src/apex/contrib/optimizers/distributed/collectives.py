@@ -274,8 +274,8 @@ def refuse_together(
         raise error
     if refusing:
         raise RuntimeError(
-            f"{where}: ranks {refusing} of process_group refused this call, and say why. Nothing "
-            "has changed on this rank."
+            f"{where}: ranks {refusing} of the process group refused this call; their errors say "
+            "why. Nothing has changed on this rank."
         )
 
 
@@ -307,8 +307,9 @@ def load_together(
     refuse_together(error, group, device, where)
     if odd := odd_ranks(facts, group, device):
         raise RuntimeError(
-            f"{where}: the states of ranks {odd} of process_group are of another step or format "
-            "than that of rank 0. Load the same checkpoint on all ranks. Nothing has changed."
+            f"{where}: the states of ranks {odd} of the process group are of another step or "
+            "format than that of rank 0. Load the same checkpoint on all ranks. Nothing has "
+            "changed."
         )
     take()
 

@@ -69,10 +69,18 @@ def claim(optimizer: Any, params: Sequence[Tensor], handles: Iterable[Any]) -> N
 def check_owner(optimizer: Any, call: str) -> None:
     """Raise RuntimeError if another optimizer has taken over parameters of this one."""
     if optimizer._successor is not None:
-        name = type(optimizer).__name__
         raise RuntimeError(
-            f"{name}.{call}: parameters of this optimizer belong to a newer "
+            f"{type(optimizer).__name__}.{call}: parameters of this optimizer belong to a newer "
             f"{optimizer._successor}, which was built over them: it takes their gradients, and "
-            "steps masters of its own. Use that one; a parameter can have one such optimizer only. "
-            "state_dict() of this one still works."
+            "steps masters of its own. Use that one; a parameter can have one such optimizer only."
+        )
+
+
+def check_complete(optimizer: Any, call: str) -> None:
+    """Raise RuntimeError if a state to be saved is partly in parameters that another one steps."""
+    if optimizer.store_param_remainders and optimizer._successor is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.{call}: parameters of this optimizer belong to a newer "
+            f"{optimizer._successor}. With store_param_remainders=True they are half of this "
+            "state, so it is lost. Save the state before you build another optimizer."
         )

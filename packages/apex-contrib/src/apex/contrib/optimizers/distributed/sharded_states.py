@@ -23,7 +23,7 @@ from .arguments import NAME, check_state, count_of
 from .checkpoints import group_starts
 from .collectives import load_together
 from .held_values import KEYS, read, send_parameters, value_dtype, write
-from .ownership import check_owner
+from .ownership import check_complete, check_owner
 from .plans import agree
 
 _WHERE = f"{NAME}.load_sharded_state_dict"
@@ -70,6 +70,7 @@ class FlatShards(torch.Tensor):
 @torch.no_grad()
 def make(optimizer: Any) -> dict[str, Any]:
     """A state dict for ``torch.distributed.checkpoint.save`` and ``load``; a collective call."""
+    check_complete(optimizer, "sharded_state_dict")
     optimizer.param_sync()
     optimizer.init_params()
     agree(optimizer)

@@ -94,7 +94,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             Needs ``dwu_num_ag_pg > 0``.
 
     Raises:
-        RuntimeError: torch.distributed is not initialized, or ranks have different models.
+        RuntimeError: torch.distributed is not initialized, ranks have different models, or
+            parameters belong to a DistributedFusedAdam that holds gradients which no step has used.
         ValueError: an argument is out of range, or options exclude each other.
         TypeError: a parameter is of another dtype or layout.
 
@@ -102,7 +103,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         Bytes per parameter: 12 divided by the ranks of a node for masters and moments, and for
         16-bit parameters 2 each for gradients and gathered values, beside the model and its
         gradients. Nothing waits for the device. Where the reduced gradient is not finite, a step
-        changes nothing and does not count.
+        changes nothing and does not count. A parameter belongs to the newest sharded optimizer that
+        was built over it. An older one raises RuntimeError when it is used; its :meth:`state_dict`
+        still works.
 
     Source:
         You et al. 2020, algorithm 2; states divided after Rajbhandari et al. 2020, *ZeRO*, stage 1.
@@ -473,10 +476,12 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave on this rank; load the model by itself.
 
+        A collective call.
+
         Raises:
-            ValueError: parts are missing or have other sizes; nothing is changed then.
-            RuntimeError: another rank refuses its part, or has that of another step; nothing is
-                changed then, either.
+            ValueError: parts are missing, damaged, or have other sizes.
+            RuntimeError: another rank refuses its part or has that of another step, or another
+                optimizer has taken over parameters. Nothing has changed on any rank, in all cases.
         """
         ownership.check_owner(self, "load_state_dict")
 
