@@ -24,12 +24,8 @@ def test_every_engine_has_three_and_every_op_too():
     of_op = Counter(op for p in PLANTS if p.each_op for op in ops_of(p.engine))
     with_engines = {op for engine in CALLS for op in ops_of(engine)}
     assert {op for op in with_engines if of_op[op] < 3} == set()
-    # The rest have kernels of their BLAS library, or of CPUs alone.
-    assert set(workspace.ops()) - with_engines == {
-        "dense_blaslt",
-        "float16_product",
-        "weight_gradient",
-    }
+    # The rest have kernels of their BLAS library.
+    assert set(workspace.ops()) - with_engines == {"dense_blaslt", "weight_gradient"}
 
 
 def test_a_text_that_is_gone_is_refused(tmp_path):

@@ -74,7 +74,6 @@ SHAPES: dict[str, dict[str, str | None]] = {
     "transducer_joint": _JOINT,
     "transducer_loss": _LOSS,
     "softmax_xentropy": {**_XENTROPY, "sums_exp": "R:f"},
-    "float16_product": {"added": "RE", "a": "RC", "b": "CE"},
 }
 # Tensors of one number; n: one for each tensor of a list.
 _NUMBERS = {
