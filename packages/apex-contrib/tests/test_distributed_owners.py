@@ -1,5 +1,6 @@
 """Sharded optimizers over the same parameters: the newest one has them, and older ones say so."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -246,3 +247,73 @@ def check_ranks(rank, world):
 
 def test_on_two_ranks(two_ranks):
     two_ranks(check_ranks)
+
+
+WRAPPED = {
+    "plain": ({}, {}),
+    "views": ({"gradient_as_bucket_view": True}, {}),
+    "small buckets": ({}, {"bucket_cap_mb": 1e-5}),
+    "flat views": ({"gradient_as_bucket_view": True}, {"contiguous_grad_buffer": True}),
+}
+
+
+def step_three_times(wrapper, optimizer):
+    for _ in range(3):
+        wrapper(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_what_another_wrapper_reduces_is_refused(case, world):
+    """It writes its averages where they would be reduced again, from the second backward on."""
+    of_wrapper, of_optimizer = WRAPPED[case]
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapper = nn.parallel.DistributedDataParallel(model, **of_wrapper)
+    optimizer = DistributedFusedAdam(model.parameters(), **of_optimizer)
+    with pytest.raises(RuntimeError, match=r"reduces the gradient.*overlap_grad_sync=False"):
+        step_three_times(wrapper, optimizer)
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(RuntimeError, match="reduces the gradient"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_what_another_wrapper_accumulates_is_refused(world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    optimizer = DistributedFusedAdam(model.parameters())
+    wrapper(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wrapper(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="reduces the gradient"):
+        wrapper(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["late", "no_sync"])
+def test_another_wrapper_may_be_there(way, world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    optimizer = DistributedFusedAdam(model.parameters(), overlap_grad_sync=way != "late")
+    for _ in range(3):
+        x = torch.ones(2, 3)
+        wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        wanted = torch.cat([grad.flatten() for grad in wanted]).norm()
+        with wrapper.no_sync() if way == "no_sync" else contextlib.nullcontext():
+            wrapper(x).sum().backward()
+        torch.testing.assert_close(optimizer.grad_norm(), wanted)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_script_may_add_gradients(world):
+    params = make_params()
+    optimizer = trained("adam", params)
+    for _ in range(2):
+        backward(params)
+        for param in params:
+            param.grad = torch.full((4,), 2.0)
+        assert norm_of(optimizer) == pytest.approx(3 * 12**0.5, rel=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()

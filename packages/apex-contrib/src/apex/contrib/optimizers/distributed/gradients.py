@@ -26,7 +26,7 @@ from .arguments import NAME
 from .buffers import slots_of, zero_rest
 from .collectives import Reduction
 from .layout import GradientBucket, GradientStatus, flat_like
-from .ownership import check_owner
+from .ownership import check_owner, check_sole_reducer
 from .plans import agree, trainable
 
 _PLACE, _DRAWBACKS = attrgetter("bucket_range"), attrgetter("layout", "requires_grad")
@@ -42,6 +42,7 @@ def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
             return
         with optimizer._lock:
             optimizer.note_gradients()
+            optimizer.taken.discard(key)
             if key not in optimizer.fragments:
                 optimizer.arrivals.setdefault(key)
                 return
@@ -101,6 +102,7 @@ def take_arrived(optimizer: Any, bucket: GradientBucket) -> None:
             continue
         copies.append((slots[place], row))
         written.add(place)
+        optimizer.taken.add(id(param))
         param.grad = None
     bucket.arrived.clear()
 
@@ -131,6 +133,7 @@ def join_arrived(optimizer: Any, bucket_id: int) -> bool:
         bucket.grads_bucket = torch.cat(parts)
     for param in params:
         param.grad = None
+    optimizer.taken.update(map(id, params))
     bucket.arrived.clear()
     return True
 
@@ -180,6 +183,7 @@ def copy_gradient(optimizer: Any, param: Tensor) -> None:
         bucket.written.add(place)
         if len(bucket.copies) + len(bucket.additions) == len(bucket.slots):
             flush(bucket)
+    optimizer.taken.add(id(param))
     if not in_place:
         param.grad = None
 
@@ -359,6 +363,7 @@ def forget(optimizer: Any) -> None:
         if bucket_id in optimizer.grads_buckets:
             buffer.zero_()
     optimizer.grads_buckets.clear()
+    optimizer.taken.clear()
     optimizer.round = Round()
     optimizer._grad_scale.fill_(1.0)
     optimizer.found_inf.zero_()
@@ -388,11 +393,13 @@ def sync(optimizer: Any) -> None:
     if optimizer.round.next or not optimizer.is_reduced:
         finish_round(optimizer)
     finish_all(optimizer)
+    optimizer.taken.clear()
 
 
 def copy_if_new(optimizer: Any, param: Tensor) -> None:
     """Copy a gradient that is not in the optimizer's buckets."""
     if not is_own_view(optimizer, param):
+        check_sole_reducer(optimizer, param)
         optimizer._grad_copy(param)
 
 

@@ -7,6 +7,7 @@ scheduler holds it. It loses its hooks then, and says so when it is used.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .collectives import refuse_together
@@ -84,3 +86,27 @@ def check_complete(optimizer: Any, call: str) -> None:
             f"{optimizer._successor}. With store_param_remainders=True they are half of this "
             "state, so it is lost. Save the state before you build another optimizer."
         )
+
+
+def check_sole_reducer(optimizer: Any, param: Tensor) -> None:
+    """Raise RuntimeError if torch's DistributedDataParallel has reduced a gradient, too.
+
+    It copies gradients, and writes its averages to ``param.grad`` at the end of the pass, from
+    where they would be reduced once more. So a gradient is there again, although autograd has not
+    added to it since it was taken. A script may have put it there as well: then it belongs to what
+    is reduced, and the search, which looks at all objects, is not repeated.
+    """
+    if id(param) not in optimizer.taken or optimizer.is_sole_reducer:
+        return
+    wrappers = [
+        each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
+    ]
+    if not any(param is own for wrapper in wrappers for own in wrapper.parameters()):
+        optimizer.is_sole_reducer = True
+        return
+    raise RuntimeError(
+        f"{type(optimizer).__name__}: torch's DistributedDataParallel reduces the gradient of a "
+        f"parameter of shape {list(param.shape)}, too, so that both would be added up. Do not wrap "
+        "the model: this optimizer reduces its gradients. Or give the optimizer "
+        "overlap_grad_sync=False, or run each backward within the wrapper's no_sync()."
+    )

@@ -81,6 +81,8 @@ def _make_state(optimizer: Any) -> None:
     optimizer.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
     optimizer._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
     optimizer.round, optimizer.reducing, optimizer.is_reduced = Round(), [], False
+    optimizer.taken = set()  # id(param): its gradient is in buckets since its hook ran
+    optimizer.is_sole_reducer = None  # whether nothing else is known to reduce; None: not asked
     optimizer.arrivals = {}  # parameters without buckets, in the order of their gradients
     optimizer.plan_is_agreed = False
     optimizer.planned = deque()  # of parameters that are about to get buckets
