@@ -39,6 +39,9 @@ TEST_ENVIRONMENT = {
 # from it: paths count relative to the folder that the compiler runs in.
 CACHED = {"CCACHE_BASEDIR": "/", "CCACHE_NOHASHDIR": "1", "APEX_COMPILER_LAUNCHER": "ccache"}
 COMPILING = CACHED if shutil.which("ccache") else {}
+# Where CI samples, the ISA levels that wheels for tests bring.
+SAMPLES = bool(os.environ.get("APEX_CI_SAMPLE"))
+LEVELS = {"APEX_CPU_LEVELS": ",".join(workspace.sampled_levels(dirty.seed()))} if SAMPLES else {}
 # A process of pytest-xdist per core, and the same with one thread each.
 PARALLEL = ["-n", str(len(os.sched_getaffinity(0)))]
 ONE_THREAD = [*PARALLEL, "-o", "apex_threads=1"]
@@ -94,7 +97,7 @@ def install_wheels(session, packages, *others, torch=TORCH, local_links=True):
     check = ROOT / "ci" / "check_installed.py"
     # From a folder without apex/, so that it cannot be the checkout that is found.
     with session.chdir(session.create_tmp()):
-        session.run("python", str(check), *packages, env=TEST_ENVIRONMENT, silent=True)
+        session.run("python", str(check), *packages, env=TEST_ENVIRONMENT | LEVELS, silent=True)
 
 
 def install_for_examples(session):
@@ -146,11 +149,9 @@ def lint(session):
 def build(session):
     """Build sdists, and from them wheels with CPU kernels, into dist/ (-- PACKAGE for one)."""
     # "0" keeps a toolkit that happens to be there from making the wheel another one.
-    environment = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0", **os.environ}
-    if os.environ.get("APEX_CI_SAMPLE"):
-        levels = workspace.sampled_levels(dirty.seed())
-        environment["APEX_CPU_LEVELS"] = ",".join(levels)
-        stages.note(f"levels {', '.join(levels)} alone: this machine's best and one by lot")
+    environment = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0", **os.environ, **LEVELS}
+    for levels in LEVELS.values():
+        stages.note(f"levels {levels} alone: this machine's best and one by lot")
     wanted = [a for a in session.posargs if a in PACKAGES] or PACKAGES
     stale = workspace.stale_packages(wanted, environment)
     if not stale:
@@ -191,7 +192,7 @@ def manylinux(session):
 
 def sample_of(session, package):
     """Where .ci/run asks for it, return the options that sample the tests of what is unchanged."""
-    cases = dirty.cases(package, dirty.changed()) if os.environ.get("APEX_CI_SAMPLE") else None
+    cases = dirty.cases(package, dirty.changed()) if SAMPLES else None
     if cases is None:
         return []
     stages.note(f"{package} itself did not change lately: {cases} cases of each test")
@@ -246,8 +247,11 @@ def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
     between = workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
     is_between = (session.python, torch) in between
-    samples = is_between and os.environ.get("APEX_CI_SAMPLE")
-    if samples and (session.python, torch) != workspace.drawn_run(between, dirty.seed()):
+    if (
+        SAMPLES
+        and is_between
+        and (session.python, torch) != workspace.drawn_run(between, dirty.seed())
+    ):
         stages.note("left out: of the runs between oldest and newest, one is drawn by lot")
         return
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
@@ -393,7 +397,7 @@ def kernels(session, compiler):
     alone = bool(ops)
     # nvcc takes all ops for one architecture (ci/kernels.py): which kernels spill is seen nowhere
     # else.
-    if os.environ.get("APEX_CI_SAMPLE") and not ops:
+    if SAMPLES and not ops:
         sample = cover.sampled_ops()
         ops = sample if compiler != "cuda" else ops
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
