@@ -80,8 +80,8 @@ def from_torch(model: nn.Module, *, memory_efficient: bool = False, mixed: bool 
     Args:
         model: any module; the root may be a norm itself, see :attr:`Swaps.model`.
         memory_efficient: of the new modules.
-        mixed: make the variants that take input of any dtype and return the weight's, where there
-            is a weight. Those without it take input in the weight's dtype, as torch's do.
+        mixed: make the variants that return the weight's dtype, where there is a weight. The others
+            return the input's, as torch's do, or a 16-bit weight's where the input is wider.
 
     Returns:
         What was replaced, and what was not and why.
