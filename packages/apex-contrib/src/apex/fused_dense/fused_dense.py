@@ -82,7 +82,8 @@ def _gelu_dense_backward(
         return [None, None, None, *of_second]
     made = dense_gelu_gradient(dy, weight2, gelu_in, needs[2])
     if made is None:
-        made = dense_activation_backward(dy.mm(weight2), gelu_in, GELU, needs[2])
+        dhidden = dy.mm(weight2)
+        made = dense_activation_backward(dhidden, as_matrix(gelu_in), GELU, needs[2])
     dgelu, dbias1 = made
     asked = *needs[:2], False
     dx, dweight1, _ = linear_gradients(asked, as_matrix(dgelu), x, weight1)

@@ -60,7 +60,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         grad_sync_dtype: in which gradients are added up; by default ``dtype``.
         param_sync_dtype: in which new parameters are sent; by default ``dtype``. Of an integer
             dtype, the most significant bytes of the values are sent, others become zero.
-            float64 does not make steps more exact, which are computed in float32.
         device: ``"cuda"``, the default, stands for the device of the parameters.
         process_group: ranks with the same parameters; by default all.
         distributed_process_group: ranks over which the state is divided; by default
@@ -72,11 +71,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         overlap_param_sync: return from :meth:`step` while parameters are under way. Each arrives at
             the latest when the forward of its submodule of ``module`` begins; without ``module``,
             :meth:`step` waits for all.
-        bucket_cap_mb: size of a bucket, in MiB of ``grad_sync_dtype``. If parameters fill less than
-            70 % of such buckets, a warning says so.
+        bucket_cap_mb: size of a bucket, in MiB of ``grad_sync_dtype``; less than 70 % full: warns.
         pipeline_size: how many buckets are under way at once.
-        contiguous_param_buffer: make parameters views of one buffer per combination of dtypes. They
-            must be of ``param_sync_dtype``, or that is an integer dtype of their size.
+        contiguous_param_buffer: make parameters, which are of ``param_sync_dtype``, or of the size
+            of that integer dtype, views of one buffer per combination of dtypes.
         contiguous_grad_buffer: add gradients up in one buffer; :meth:`grad_buffer_view` shows it.
         store_params: keep this rank's share of the parameters in ``dtype``.
         store_param_remainders: keep those 16 bits of a float32 value that its bfloat16 parameter
@@ -472,8 +470,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         Raises:
             ValueError: another format, or ``gather_on_root`` with format 2.
             NotImplementedError: format 1 with scaled states.
-            RuntimeError: another optimizer has taken over parameters, and
-                ``store_param_remainders`` keeps a part of the state in them.
+            RuntimeError: with ``store_param_remainders``, if another optimizer has the parameters.
         """
         return checkpoints.save(self, state_dict_format, gather_on_root)
 
@@ -487,7 +484,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         Raises:
             ValueError: it does not fit the parameters, is damaged, or its format is unknown.
             RuntimeError: another rank refuses its state or has that of another step, or another
-                optimizer has taken over parameters. Nothing has changed on any rank, in all cases.
+                optimizer has taken over parameters. In all cases nothing has changed, on any rank.
         """
         checkpoints.load(self, state_dict)
 
@@ -502,11 +499,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         return sharded_states.make(self)
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what ``torch.distributed.checkpoint.load`` has filled; a collective call.
-
-        Raises:
-            ValueError, RuntimeError: as :meth:`load_state_dict`.
-        """
+        """:meth:`load_state_dict` of what ``torch.distributed.checkpoint.load`` has filled."""
         from .distributed import sharded_states
 
         sharded_states.take(self, state_dict)
