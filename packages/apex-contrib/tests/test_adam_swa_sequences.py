@@ -19,7 +19,8 @@ from apex_testkit.optimizer_models import ModelParam, adam, assert_near, exact, 
 SEQUENCES = int(os.environ.get("OPTIMIZER_SEQUENCES", "60"))
 CALLS = 20
 SIZES = [(0,), (1,), (3,), (2, 3), (4, 4)]
-COPIED = [torch.float32, torch.float16, torch.bfloat16]
+COPIED = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+STATES = [*COPIED, *[torch.float32] * 3]  # those of the kernel more often
 
 
 class Sequence:
@@ -28,7 +29,7 @@ class Sequence:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         sizes = self.rng.choices(SIZES, k=self.rng.randint(1, 4))
-        self.params = [self._values(size).float() for size in sizes]
+        self.params = [self._values(size).to(self.rng.choice(STATES)) for size in sizes]
         self.computes = [
             p.to(self.rng.choice(COPIED), copy=True).requires_grad_() for p in self.params
         ]
@@ -86,8 +87,8 @@ class Sequence:
     def compare(self):
         """And go on from what is there, so that roundings do not add up."""
         for i, (param, model) in enumerate(zip(self.params, self.models, strict=True)):
-            assert_near("parameter", param, model.value, torch.float32)
-            assert_near("average", self.averages[i], self.wanted[i], torch.float32)
+            assert_near("parameter", param, model.value, param.dtype)
+            assert_near("average", self.averages[i], self.wanted[i], param.dtype)
             if self.computes[i].grad is not None:
                 assert torch.equal(self.computes[i], param.to(self.computes[i].dtype))
             state = self.optimizer.state.get(param, {})
@@ -114,7 +115,7 @@ class Sequence:
             for tensors in self.lists():
                 tensors[i].data = tensors[i].data.clone()
             return
-        self.params[i].data = self._values(self.params[i].shape).float()
+        self.params[i].data = self._values(self.params[i].shape).to(self.params[i].dtype)
         self.models[i].value = exact(self.params[i])
 
     def drop_state(self):
@@ -165,9 +166,10 @@ class Sequence:
         if kind == "sparse":
             compute.grad = torch.zeros_like(compute.detach()).to_sparse()
         elif kind == "dtype":
-            param.data = param.data.double()
+            param.data = param.data.int()
         elif kind == "average":
-            average.data = average.data.double()
+            is_double = average.dtype == torch.float64
+            average.data = average.data.to(torch.float32 if is_double else torch.float64)
         elif kind == "number":
             group["lr"] = None
         elif kind == "scale":

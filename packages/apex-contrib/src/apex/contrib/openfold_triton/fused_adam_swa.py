@@ -1,4 +1,4 @@
-"""Adam on float32 parameters of a 16-bit model, with a running average, in one pass."""
+"""Adam on wide parameters of a 16-bit model, with a running average, in one pass."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .._ops import library
 from .._shared.native.writes import call_counted, keep_from_tracing
 from ..optimizers.given_lists import Batches, match_layout
 from .adam_swa import adam_swa_step
+from .swa_casts import Launch, launch_of, wide
 from .swa_lists import LISTS, MOMENTS, NAME, Row, check_lists, check_numbers, check_row, steps_of
 
 __all__ = ["AdamMathType", "FusedAdamSWA"]
@@ -49,10 +50,10 @@ class FusedAdamSWA(torch.optim.Optimizer):
     ``AdamMathType.ApexAdamW`` to the fraction.
 
     Args:
-        params: the parameters :math:`p` that are optimized, or one dict of a group; float32 or
-            float64, contiguous; CPU or GPU.
-        compute_params: a copy :math:`c` of each, whose ``.grad`` is read: float32, float16 or
-            bfloat16, also mixed; float64 for float64.
+        params: the parameters :math:`p` that are optimized, or one dict of a group; float64,
+            float32, float16 or bfloat16, also mixed; contiguous; CPU or GPU.
+        compute_params: a copy :math:`c` of each, whose ``.grad`` is read: of any of these dtypes,
+            whatever the parameter's.
         swa_params: an average :math:`s` of each, of its dtype. The first step sets it.
         swa_decay_rate: :math:`\delta`, what an average keeps per step, in ``[0, 1]``.
         lr: learning rate :math:`\eta`, parameter units per step; ``>= 0``.
@@ -64,9 +65,9 @@ class FusedAdamSWA(torch.optim.Optimizer):
         amsgrad, capturable, master_weights: not supported; ``True`` raises.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.
 
-    State, per parameter, of its shape and dtype: ``exp_avg``, ``exp_avg_sq``; and ``step``, an int.
-    Names and meaning are those of :class:`torch.optim.Adam`, so checkpoints load in both
-    directions. ``group["step"]`` counts calls of :meth:`step`, and
+    State, per parameter, of its shape: ``exp_avg``, ``exp_avg_sq``, float32, or float64 for float64
+    parameters; and ``step``, an int. Names and meaning are those of :class:`torch.optim.Adam`, so
+    checkpoints load in both directions. ``group["step"]`` counts calls of :meth:`step`, and
     ``swa_param_groups[0]["n_averaged"]`` those that the averages are of. ``state_dict()`` has both
     counts, but not the averages: save ``swa_params`` as you save the model.
 
@@ -78,9 +79,12 @@ class FusedAdamSWA(torch.optim.Optimizer):
         RuntimeError: there is more than one group, or the kernels cannot run here.
 
     Note:
-        A step moves 36 bytes per parameter with a bfloat16 copy. Parameters without a gradient keep
-        their value and state, and are averaged like the others. Gradients that are ``inf`` or
-        ``nan`` reach parameter and average.
+        A step moves 36 bytes per parameter with a bfloat16 copy. There are kernels for float32
+        parameters whose copies are float32, float16 or bfloat16, and for float64 alone. A step of
+        other dtypes makes temporaries of float32, or of float64 if one is, and rounds from them;
+        copies are those of the rounded parameters. A 16-bit average loses moves that are smaller
+        than its rounding. Parameters without a gradient keep their value and state, and are
+        averaged like the others. Gradients that are ``inf`` or ``nan`` reach parameter and average.
 
     Source:
         Kingma & Ba, *Adam*, ICLR 2015, algorithm 1; Loshchilov & Hutter, *Decoupled Weight Decay
@@ -237,7 +241,8 @@ class FusedAdamSWA(torch.optim.Optimizer):
         moments = [[state[key] for state in held.states] for key in MOMENTS]
         scale = _scales(grad_clip_scale, params[0].device)
         try:
-            numbers.launch([params, grads, *moments, copies, averages], scale, steps.pop() + 1)
+            lists = [params, grads, *moments, copies, averages]
+            numbers.launch(Launch(lists, []), scale, steps.pop() + 1)
         except RuntimeError:
             return False  # tensors do not fit as they are: the checks will say which, or copy them
         for state in held.states:
@@ -249,18 +254,19 @@ class FusedAdamSWA(torch.optim.Optimizer):
         """Check every tensor, launch, and hold the tensors if that was one launch."""
         batches, idle, states = self._collect()
         scales = {device: _scales(grad_clip_scale, device) for device in batches.devices}
-        launches = list(batches)
-        for (step,), lists in launches:
-            numbers.launch(lists, scales[lists[0][0].device], step)
+        # All temporaries first: to run out of memory changes nothing.
+        launches = [(step, launch_of(lists)) for (step,), lists in batches]
+        for step, launch in launches:
+            numbers.launch(launch, scales[launch.lists[0][0].device], step)
         weight = numbers.average_weight
         for row in idle:
             row.average.copy_(row.param) if weight == 1 else row.average.lerp_(row.param, weight)
         for param, state in states:
             state["step"] += 1
             self.state[param] = state
-        if len(launches) == 1 and not idle:
+        if len(launches) == 1 and launches[0][1].is_direct() and not idle:
             lists = self._lists()
-            grads = launches[0][1][1]
+            grads = launches[0][1].lists[1]
             if _are_same(grads, (copy.grad for copy in lists[1])):  # none is a copy
                 self._held = _Held([list(own) for own in lists], list(self.state.values()))
 
@@ -282,8 +288,7 @@ class FusedAdamSWA(torch.optim.Optimizer):
                 )
             state = self.state.get(row.param)
             if not state:
-                zeros = {key: torch.zeros_like(row.param, requires_grad=False) for key in MOMENTS}
-                state = {"step": 0, **zeros}
+                state = {"step": 0, **{key: _moment_like(row.param).zero_() for key in MOMENTS}}
             moments = [state[key] for key in MOMENTS]
             check_row(where, index, row, (grad, *moments), RuntimeError)
             grad = match_layout(grad, row.compute)
@@ -312,18 +317,22 @@ class FusedAdamSWA(torch.optim.Optimizer):
         (params, *_) = self._lists()
         is_decoupled = self.adam_math_mode is AdamMathType.ApexAdamW
         counts = steps_of(params, is_decoupled, state_dict)
-        super().load_state_dict(state_dict)
+        hooked: dict[str, Any] = {}  # what hooks leave of it: torch casts moments to 16 bits
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: hooked.update(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
         (group,) = self.param_groups
         group.pop("decoupled_weight_decay", None)  # torch's; here adam_math_mode says it
         for key, value in self.defaults.items():
             group.setdefault(key, value)
-        for param, count in zip(params, counts, strict=True):
+        (indices,) = (saved["params"] for saved in hooked["param_groups"])
+        for param, count, index in zip(params, counts, indices, strict=True):
             state = self.state.get(param)
             if state:
-                moments = {
-                    key: torch.empty_like(param, requires_grad=False).copy_(state[key])
-                    for key in MOMENTS
-                }
+                saved = hooked["state"].get(index, state)
+                moments = {key: _moment_like(param).copy_(saved[key]) for key in MOMENTS}
                 state.update(step=count, **moments)
         averaged = int(group.pop("n_averaged", group.get("step", 0)))
         self.swa_param_groups[0]["n_averaged"] = averaged
@@ -399,9 +408,10 @@ class _Numbers(NamedTuple):
     is_decoupled: bool
     average_weight: float
 
-    def launch(self, lists: list[list[Tensor]], scale: tuple[Tensor | None, float], step: int):
-        """Step all tensors of ``lists``, which are in the order of the operator's arguments."""
-        call_counted(adam_swa_step, *lists, *scale, *self[:5], step, *self[5:])
+    def launch(self, launch: Launch, scale: tuple[Tensor | None, float], step: int) -> None:
+        """Step all tensors of a launch."""
+        call_counted(adam_swa_step, *launch.lists, *scale, *self[:5], step, *self[5:])
+        launch.finish()
 
 
 class _Held(NamedTuple):
@@ -417,6 +427,10 @@ def _are_same(ones: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 _END = object()
+
+
+def _moment_like(param: Tensor) -> Tensor:
+    return torch.empty_like(param, dtype=wide(param.dtype), requires_grad=False)
 
 
 def _mode_of(mode: Any) -> AdamMathType:

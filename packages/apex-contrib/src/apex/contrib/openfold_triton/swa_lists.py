@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._shared.native.operands import FLOATS
+from .swa_casts import wide
 
 NAME = "FusedAdamSWA"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -70,32 +70,32 @@ def check_row(
         error: what is raised; for dtypes that no kernel takes, TypeError.
     """
     _check_dtypes(where, index, row)
-    param, copies, wide = row.param, (row.compute, *others[:1]), (row.average, *others[1:])
+    param, grads, moments = row.param, others[:1], others[1:]
     shape, device = param.shape, param.device
     if (
-        all(t.shape == shape and t.device == device for t in (*wide, *copies))
-        and all(t.is_contiguous() for t in (param, *wide, row.compute))
-        and all(t.dtype == param.dtype for t in wide)
-        and all(t.dtype == row.compute.dtype for t in copies)
+        all(t.shape == shape and t.device == device for t in (*row, *others))
+        and all(t.is_contiguous() for t in (*row, *moments))
+        and row.average.dtype == param.dtype
+        and all(t.dtype == row.compute.dtype for t in grads)
+        and all(t.dtype == wide(param.dtype) for t in moments)
     ):
         return
     names = (*LISTS, "gradient", *MOMENTS)
     found = "; ".join(f"{n}: {_describe(t)}" for n, t in zip(names, (*row, *others), strict=False))
     raise error(
-        f"{where}: the tensors of index {index} must have one shape and device, and be contiguous, "
-        f"all of one dtype but for the copy, and its gradient of the copy's. Got {found}."
+        f"{where}: the tensors of index {index} must have one shape and device, and be contiguous; "
+        "params and swa_params must have one dtype, the gradient that of its copy, and moments are "
+        f"{wide(param.dtype)}. Got {found}."
     )
 
 
 def _check_dtypes(where: str, index: int, row: Row) -> None:
-    own, of_copy = row.param.dtype, row.compute.dtype
-    wide = torch.float64 if of_copy == torch.float64 else torch.float32
-    if own == wide and of_copy in FLOATS:
-        return
-    raise TypeError(
-        f"{where}: params[{index}] must be float32 and compute_params[{index}] float32, float16 or "
-        f"bfloat16, or both float64; got {own} and {of_copy}."
-    )
+    for name, tensor in zip(LISTS, row, strict=True):
+        if tensor.dtype not in FLOATS:
+            raise TypeError(
+                f"{where}: {name}[{index}] must be float64, float32, float16 or bfloat16, got "
+                f"{tensor.dtype}."
+            )
 
 
 def _describe(tensor: Tensor) -> str:
