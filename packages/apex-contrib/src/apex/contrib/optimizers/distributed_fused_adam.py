@@ -17,7 +17,6 @@ from .distributed import (
     gradients,
     layout,
     norms,
-    ownership,
     parameters,
     plans,
     scaling,
@@ -101,9 +100,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         its moments and its weight decay. ``requires_grad=False`` leaves it alone. The first
         backward is not overlapped: it shows in which order gradients arrive, and rank 0's order
         then holds for all. All ranks must call backward, :meth:`step`, :meth:`grad_norm` and
-        :meth:`state_dict` equally often and in the same order. A parameter belongs to the newest
-        sharded optimizer that was built over it. An older one raises RuntimeError when it is used;
-        its :meth:`state_dict` still works, but not with ``store_param_remainders``.
+        :meth:`state_dict` equally often and in the same order. The newest sharded optimizer over a
+        parameter owns it. An older one raises RuntimeError when used; only its :meth:`state_dict`
+        still works, without ``store_param_remainders``.
 
     Source:
         Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
@@ -296,7 +295,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Forget all gradients, reduced or not, and the pending scale."""
-        ownership.check_owner(self, "zero_grad")
         gradients.forget(self)
         buffers.zero_gradients(self, set_to_none)
 
@@ -347,10 +345,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Whether there are gradients that no step has used, outside of ``param.grad``."""
         return not self.is_stepped and any(map(gradients.is_filled, self.grads_buckets.values()))
 
-    def _finish_under_way(self) -> None:
-        """What another optimizer asks for before it takes over parameters."""
-        self.param_sync()
-
     def check_was_current(self, param: Tensor) -> None:
         """Raise RuntimeError if ``param`` was used before its new value had arrived."""
         parameters.check_was_current(self, param)
@@ -362,6 +356,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Have all new parameters arrive."""
         for bucket_id in list(self._params_buckets):
             parameters.finish_gather(self, bucket_id)
+
+    _finish_under_way = param_sync  # before another optimizer takes over parameters
 
     def _param_copy_fragments(self, fragments: Iterable[layout.ParameterFragment]) -> None:
         """Copy received values of fragments into their parameters."""
@@ -478,13 +474,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Take a state, and the parameters if it has them; a collective call.
 
         Args:
-            state_dict: of either format, of ``torch.optim.AdamW`` or of FusedAdam. It is not
-                changed.
+            state_dict: of either format, of ``torch.optim.AdamW`` or FusedAdam; it is not changed.
 
         Raises:
             ValueError: it does not fit the parameters, is damaged, or its format is unknown.
             RuntimeError: another rank refuses its state or has that of another step, or another
-                optimizer has taken over parameters. In all cases nothing has changed, on any rank.
+                optimizer has the parameters. Nothing has changed then, on any rank.
         """
         checkpoints.load(self, state_dict)
 

@@ -358,6 +358,7 @@ def finish_bucket(optimizer: Any, bucket_id: int) -> None:
 
 def forget(optimizer: Any) -> None:
     """Forget all gradients that are in buckets, reduced or not, and the pending scale."""
+    check_owner(optimizer, "zero_grad")
     finish_all(optimizer)
     for bucket_id, buffer in optimizer._grad_buffers.items():
         if bucket_id in optimizer.grads_buckets:
