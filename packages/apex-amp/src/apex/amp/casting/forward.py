@@ -14,6 +14,10 @@ from .casts import applier, to_type
 from .functions import replaced
 
 
+class _NotScriptable(RuntimeError, AttributeError):
+    """An error of ``torch.jit.script``; for torch.export the attribute is just not there."""
+
+
 class AmpForward:
     """Calls a model's forward in another precision.
 
@@ -59,7 +63,7 @@ class AmpForward:
     def __globals__(self) -> Any:
         """What ``torch.jit.script`` asks a function for first: it cannot compile this object."""
         self.check_has_no_casts()
-        raise RuntimeError(
+        raise _NotScriptable(
             f"torch.jit.script: amp has switched off the casts of {type(self._module).__name__}. "
             "Script the model while they are on, or delete its attribute `forward`, which amp has "
             "set, to script it without them."
@@ -70,7 +74,7 @@ class AmpForward:
         casts = {"inputs": self.input_dtype, "outputs": self.output_dtype}
         said = " and ".join(f"{what} to {dtype}" for what, dtype in casts.items() if dtype)
         if said:
-            raise RuntimeError(
+            raise _NotScriptable(
                 f"torch.jit.script: amp.initialize made {type(self._module).__name__} cast its "
                 f"{said}, in Python that TorchScript does not compile. Record the casts with "
                 "torch.jit.trace(model, example_inputs); or script a model that amp has not "
