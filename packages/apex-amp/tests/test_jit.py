@@ -102,3 +102,18 @@ def test_outputs_that_are_cast_are_refused():
     model = amp.initialize(Net(), opt_level="O1", cast_model_outputs=torch.float32, verbosity=0)
     with pytest.raises(RuntimeError, match=r"cast its outputs to torch\.float32"):
         torch.jit.script(model)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+@pytest.mark.parametrize(
+    ("wrap", "name"), [(lambda m: m, r"models\[0\]"), (Container, r"models\[0\]\.inner")]
+)
+def test_scripts_that_would_have_to_cast_are_refused(wrap, name, level):
+    model = wrap(torch.jit.script(Net()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=f"initialize: {name} is compiled .*torch.jit.trace"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    output = model(torch.randn(2, 8))
+    assert (output if wrap is Container else output[1]).dtype is HALVES["O1"]

@@ -21,6 +21,7 @@ from .masters.checks import (
     check_models,
     check_optimizers,
     check_params_fp32,
+    check_scripts,
 )
 from .masters.owners import check_masters_are_apart
 
@@ -130,6 +131,7 @@ def initialize(
         if enabled:
             properties = _resolve(overrides)
             model_list, optimizer_list = _checked(models, optimizers)
+            check_scripts(model_list, properties)
             check_masters_are_apart(optimizer_list, bool(properties.master_weights))
             _check_numbers(num_losses, hysteresis, cast_model_outputs)
             _initialize(

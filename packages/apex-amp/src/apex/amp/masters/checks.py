@@ -56,6 +56,23 @@ def check_models(models: Sequence[torch.nn.Module]) -> None:
             )
 
 
+def check_scripts(models: Sequence[torch.nn.Module], properties: Any) -> None:
+    """Raise ``RuntimeError`` if a level that casts models is to cast one that TorchScript has."""
+    if not properties.cast_model_type:
+        return
+    for i, model in enumerate(models):
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                what = f"models[{i}]" + (f".{name}" if name else "")
+                raise RuntimeError(
+                    f"amp.initialize: {what} is compiled by torch.jit. At opt_level "
+                    f"{properties.opt_level} amp casts its inputs and its checkpoints, in Python "
+                    "that TorchScript does not run. Initialize the model before it is compiled, "
+                    "and then compile it with torch.jit.trace; or use O1 or O4, which cast in "
+                    "scripts, too."
+                )
+
+
 def check_params_fp32(models: Sequence[torch.nn.Module]) -> None:
     """Refuse floating-point parameters other than float32, and 16-bit buffers.
 
