@@ -161,3 +161,16 @@ def test_ops_refuse_what_would_be_unsafe(device):
     }.items():
         with pytest.raises(RuntimeError, match=text):
             call()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_the_module_follows_autocast(training):
+    from apex.contrib.cudnn_gbn import GroupBatchNorm2d
+
+    norm, x = GroupBatchNorm2d(4, group_size=1).train(training), torch.randn(2, 4, 3, 3)
+    expected = norm(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+        assert norm.double()(x.double()).dtype == torch.float64
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected)

@@ -189,6 +189,7 @@ CASE = Case(
     decompositions=decompositions,
     ulps=3,  # exp, quotient and products
     wide=arguments,
+    keeps_output="The gradient of a softmax is made of it, as that of torch.softmax.",
 )
 
 
@@ -222,6 +223,7 @@ DROPOUT = Case(
     ulps=3,
     wide=arguments_of_dropout,
     by_place=True,
+    keeps_output="What was dropped is read off it.",
 )
 ROWS = Case(
     lambda x, seed, p: weights.dropout_rows(x.contiguous(), seed, p),
