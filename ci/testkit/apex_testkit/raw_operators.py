@@ -32,7 +32,6 @@ _JOINT = {
     "g_len": "B:upto U",
     "keep": "BTUH:bool",
     "dh": "BTUH",
-    "h": "BTUH",
     "batch_offset": None,
 }
 _LOSS = {
@@ -315,7 +314,7 @@ class Maker:
         args["batch_offset"] = ends
         if "packed_batch" in args:
             args["packed_batch"] = total = total + self.rng.choice((0, 0, 2))
-        for name in {"dh", "h", "keep", "x", "maxima", "sums_exp", "scores", "alpha", "beta"}:
+        for name in {"dh", "keep", "x", "maxima", "sums_exp", "scores", "alpha", "beta"}:
             if args.get(name) is not None:
                 t = args[name]
                 rest = t.shape[3:]

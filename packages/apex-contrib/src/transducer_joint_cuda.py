@@ -75,7 +75,5 @@ def backward(
     offset = batch_offset.long() if pack_output else None
     lengths = f_len.long(), g_len.long()
     by = float(scale) if masks else 1.0
-    h = dh.contiguous()  # is not read without ReLU, whose mask is the one given
-    return list(
-        _ops.transducer_joint_backward(dh, h, f, g, *lengths, keep, offset, rows, False, by)
-    )
+    # Without ReLU, whose mask is the one given, the numbers of f and g are not read.
+    return list(_ops.transducer_joint_backward(dh, f, g, *lengths, keep, offset, rows, False, by))

@@ -15,7 +15,15 @@ inline constexpr int64_t kTileFrames = 16;
 // operands they fill half of a first-level cache.
 inline constexpr int64_t kTileElements = 4096;
 
-template <SegmentProgram Program>
+template <class P>
+concept CellProgram =
+    PlainProgram<P> && requires(const P& program, Row<typename P::value_type>& row,
+                                const Array<ReadView<typename P::value_type>, P::kSums>& sums) {
+      program.column_sums(row, [] { return SumsOfCell{}; });
+      program.finish(row, sums);
+    };
+
+template <CellProgram Program>
 class CellSums {
  public:
   using T = typename Program::value_type;
@@ -73,10 +81,10 @@ class CellSums {
     return s.is_valid ? s : Cells::Sample{};
   }
 
-  void add(Sums& sums, int64_t index, T* target) const {
+  void add(Sums& sums, int64_t index, const SumsOfCell& of_cell, T* target) const {
     sums.row.move_to(index);
     sums.row.set_sums(target);
-    of_frames_.column_sums(sums.row);
+    of_frames_.column_sums(sums.row, [=] { return of_cell; });
   }
 
   static void order(Sums& sums, T* target) {
@@ -113,17 +121,18 @@ class CellSums {
     if (first < s.frames) std::fill_n(part, s.width * stride_, T(0));
     for (int64_t t = first; t < last; ++t) {
       std::fill_n(sums.block.get(), stride_, T(0));
-      if (t < s.frames) add_frame(sums, s, t, part);
+      if (t < s.frames) add_frame(sums, s, b, t, part);
       finish(sums, of_frames_, cells_.batch * cells_.frames, b * cells_.frames + t);
     }
     for (int64_t u = 0; first < s.frames && u < s.width; ++u) order(sums, part + u * stride_);
   }
 
-  void add_frame(Sums& sums, const Cells::Sample& s, int64_t t, T* part) const {
+  void add_frame(Sums& sums, const Cells::Sample& s, int64_t b, int64_t t, T* part) const {
     constexpr int64_t kMost = kRowsPerMerge<Program, T>;
     const int64_t together =
         std::clamp<int64_t>(kTileElements / std::max<int64_t>(columns_, 1), 1, kMost);
     const int64_t row = s.start + t * s.stride;
+    const int64_t frame = b * cells_.frames + t, label = b * cells_.width;
     T* block = sums.block.get();
     int64_t added = 0;
     bool is_merged = false;
@@ -136,8 +145,10 @@ class CellSums {
         is_merged = true;
         added = 0;
       }
-      for (int64_t u = begin; u < end; ++u) add(sums, row + u, block);
-      for (int64_t u = begin; u < end; ++u) add(sums, row + u, part + u * stride_);
+      for (int64_t u = begin; u < end; ++u) add(sums, row + u, {frame, label + u}, block);
+      for (int64_t u = begin; u < end; ++u) {
+        add(sums, row + u, {frame, label + u}, part + u * stride_);
+      }
       added += end - begin;
     }
     order(sums, block);
@@ -162,7 +173,7 @@ class CellSums {
   const Program &of_frames_, &of_labels_;
 };
 
-template <class Context, SegmentProgram Program>
+template <class Context, CellProgram Program>
 void cell_sums(const Context& context, const Cells& cells, int64_t columns,
                const Program& of_frames, const Program& of_labels) {
   CellSums<Program>(cells, columns, of_frames, of_labels).run(context);

@@ -21,14 +21,38 @@ struct LabelOfRow {
   }
 };
 
-template <class Context, SegmentProgram Program>
+// A program of cells as one of segments.
+template <class Program>
+struct ProgramOfCells {
+  using value_type = typename Program::value_type;
+  using storage_type = typename Program::storage_type;
+  static constexpr int kSums = Program::kSums;
+
+  Cells cells;
+  Program program;
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    program.column_sums(row, [this, &row] {
+      const Cells::Cell cell = cells.cell(row.index());
+      return SumsOfCell{cell.batch * cells.frames + cell.t, cell.batch * cells.width + cell.u};
+    });
+  }
+
+  template <class R, class Sums>
+  APEX_HD void finish(R& row, const Sums& sums) const {
+    program.finish(row, sums);
+  }
+};
+
+template <class Context, class Program>
 void cell_sums(const Context& context, const Cells& cells, int64_t columns,
                const Program& of_frames, const Program& of_labels) {
   const int64_t frames = cells.batch * cells.frames, labels = cells.batch * cells.width;
   segment_sum(context, group_rows(context, cells.rows, frames, FrameOfRow{cells}), columns,
-              of_frames);
+              ProgramOfCells<Program>{cells, of_frames});
   segment_sum(context, group_rows(context, cells.rows, labels, LabelOfRow{cells}), columns,
-              of_labels);
+              ProgramOfCells<Program>{cells, of_labels});
 }
 
 }  // namespace APEX_BACKEND_NS

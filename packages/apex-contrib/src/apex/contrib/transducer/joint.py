@@ -11,18 +11,17 @@ from .._shared.native.operands import check_floating, exact, is_dtensor
 from .cells import check_devices, check_lengths
 from .transducer_joint import ops, plain
 
-_KEPT = ("f", "g", "f_len", "g_len", "keep", "batch_offset", "packed_batch", "relu", "scale")
 _joint = Formula(
     "TransducerJoint",
     ops.transducer_joint_forward,
     ops.transducer_joint_backward,
     plain.transducer_joint,
-    saves=("h", *_KEPT),
+    # Not the result: where ReLU passes a gradient, f and g say, and an operation in place may
+    # follow.
+    saves=("f", "g", "f_len", "g_len", "keep", "batch_offset", "packed_batch", "relu", "scale"),
     grads=("f", "g"),
     rows={"f": 2, "g": 2, "f_len": 0, "g_len": 0, "keep": 3},
 )
-# Without ReLU the gradient needs no result, so that one in place may follow; it takes f for h.
-_joint_without_relu = _joint.saving(("f", *_KEPT))
 decompositions = _joint.decompositions
 """The operators in ATen's, for ``ExportedProgram.run_decompositions``: call it."""
 
@@ -147,8 +146,7 @@ class TransducerJointFunc(NamedFunction):
             shape = (rows, f.shape[2]) if pack_output else (*f.shape[:2], *g.shape[1:])
             keep = torch.rand(shape, device=f.device) >= dropout_prob
         scale = 1 / (1 - dropout_prob) if dropout else 1.0
-        joint = _joint if relu else _joint_without_relu
-        h = joint(exact(f), exact(g), *numbers, keep, ends, rows, bool(relu), scale)
+        h = _joint(exact(f), exact(g), *numbers, keep, ends, rows, bool(relu), scale)
         if mask_probe is not None and (relu or dropout):
             mask_probe.append(h.detach() > 0 if relu else keep)
         return h

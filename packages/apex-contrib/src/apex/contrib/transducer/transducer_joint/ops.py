@@ -44,13 +44,12 @@ def transducer_joint_forward(
 
 
 @library.define(
-    "transducer_joint_backward(Tensor dh, Tensor h, Tensor f, Tensor g, Tensor f_len, "
-    "Tensor g_len, Tensor? keep, Tensor? batch_offset, int packed_batch, bool relu, float scale)"
+    "transducer_joint_backward(Tensor dh, Tensor f, Tensor g, Tensor f_len, Tensor g_len, "
+    "Tensor? keep, Tensor? batch_offset, int packed_batch, bool relu, float scale)"
     " -> (Tensor df, Tensor dg)"
 )
 def transducer_joint_backward(
     dh: Tensor,
-    h: Tensor,
     f: Tensor,
     g: Tensor,
     f_len: Tensor,
@@ -63,6 +62,6 @@ def transducer_joint_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`transducer_joint_forward`, summed in float32 at least, in one order.
 
-    ``h`` is the result, which ReLU's gradient is read off; without ReLU it may be any tensor.
+    ``f`` and ``g`` say where ReLU passes a gradient; without it their shapes alone are read.
     """
     return torch.empty_like(f), torch.empty_like(g)

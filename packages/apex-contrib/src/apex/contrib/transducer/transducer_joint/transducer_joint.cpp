@@ -105,23 +105,25 @@ Tensor forward(const Tensor& f, const Tensor& g, const Tensor& f_len, const Tens
   return h;
 }
 
-std::tuple<Tensor, Tensor> backward(const Tensor& dh_of_any_layout, const Tensor& h,
-                                    const Tensor& f, const Tensor& g, const Tensor& f_len,
-                                    const Tensor& g_len, const OptionalTensor& keep,
-                                    const OptionalTensor& ends, int64_t packed_rows, bool relu,
-                                    double scale) {
+std::tuple<Tensor, Tensor> backward(const Tensor& dh_of_any_layout, const Tensor& f,
+                                    const Tensor& g, const Tensor& f_len, const Tensor& g_len,
+                                    const OptionalTensor& keep, const OptionalTensor& ends,
+                                    int64_t packed_rows, bool relu, double scale) {
   const char* op = "transducer_joint_backward";
   Cells cells = cells_of(op, f, g, f_len, g_len, ends, packed_rows);
   const int64_t columns = f.size(2);
   check_tensors(op, {{"dh", dh_of_any_layout}});
   Tensor dh = as_contiguous(dh_of_any_layout);  // often one number, expanded
   check_sizes(op, {"dh", dh}, sizes_of(cells, f), f.scalar_type(), {"f", f});
-  if (relu) check_sizes(op, {"h", h}, sizes_of(cells, f), f.scalar_type(), {"f", f});
   const uint8_t* mask = mask_of(op, keep, cells, f);
   Tensor df = empty_like(f, f.scalar_type()), dg = empty_like(g, g.scalar_type());
   Context context(f);
   dispatch_floating(op, f.scalar_type(), [&]<class S>() {
-    TransducerJointBackward<S> program{data<S>(dh, "dh"), relu ? data<S>(h, "h") : nullptr, mask,
+    TransducerJointBackward<S> program{columns,
+                                       data<S>(dh, "dh"),
+                                       relu ? data<S>(f, "f") : nullptr,
+                                       relu ? data<S>(g, "g") : nullptr,
+                                       mask,
                                        data<S>(df, "df"),
                                        static_cast<compute_t<S>>(keep ? scale : 1)};
     TransducerJointBackward<S> of_labels = program;

@@ -66,7 +66,9 @@ struct TransducerJointForward {
   }
 };
 
-// Sums over the cells of a frame (of_f) or of a label.
+// Sums over the cells of a frame (of_f) or of a label. Where ReLU lets a gradient pass is computed
+// again from f and g, which the cache holds, so that no result has to be kept: the sum is rounded
+// to 0 nowhere.
 template <class S>
 struct TransducerJointBackward {
   using value_type = compute_t<S>;
@@ -74,19 +76,21 @@ struct TransducerJointBackward {
   using T = value_type;
   static constexpr int kSums = 1;
 
+  int64_t columns;
   const S* dh;          // [rows, columns]
-  const S* h;           // with ReLU: its gradient is 0 where this is 0; else null
-  const uint8_t* keep;  // where h is null: [rows, columns], or null
+  const S* f;           // with ReLU, as of the forward; else null
+  const S* g;           // likewise
+  const uint8_t* keep;  // [rows, columns], or null
   S* gradient;          // [segments, columns]
   T scale;
 
-  template <class R>
-  APEX_HD void column_sums(R& row) const {
-    if (h != nullptr) {
-      row.template accumulate<1>(
-          [](Array<T, 1>& sums, T dh, T h) { sums[0] += h > T(0) ? dh : T(0); }, row.in(dh),
-          row.in(h));
-    } else if (keep != nullptr) {
+  template <class R, class SumsOf>
+  APEX_HD void column_sums(R& row, const SumsOf& sums_of_cell) const {
+    if (f != nullptr) {
+      const auto [frame, label] = sums_of_cell();
+      return of_relu(row, f + frame * columns, g + label * columns);
+    }
+    if (keep != nullptr) {
       row.template accumulate<1>(
           [](Array<T, 1>& sums, T dh, T keep) { sums[0] += keep != T(0) ? dh : T(0); }, row.in(dh),
           row.in(keep));
@@ -99,6 +103,23 @@ struct TransducerJointBackward {
   APEX_HD void finish(R& row, const Sums& sums) const {
     const T by = scale;
     row.each([=](T& gradient, T sum) { gradient = sum * by; }, row.out(gradient), sums[0]);
+  }
+
+ private:
+  template <class R>
+  APEX_HD void of_relu(R& row, const S* frame, const S* label) const {
+    const auto of_f = row.shared(frame), of_g = row.shared(label);
+    if (keep != nullptr) {
+      row.template accumulate<1>(
+          [](Array<T, 1>& sums, T dh, T keep, T f, T g) {
+            sums[0] += zero_where(!(f + g > T(0)) | (keep == T(0)), dh);
+          },
+          row.in(dh), row.in(keep), of_f, of_g);
+    } else {
+      row.template accumulate<1>(
+          [](Array<T, 1>& sums, T dh, T f, T g) { sums[0] += zero_where(!(f + g > T(0)), dh); },
+          row.in(dh), of_f, of_g);
+    }
   }
 };
 
