@@ -92,13 +92,6 @@ class Formula:
         register_vmap(backward, formula._rows_of_backward())
         return formula
 
-    def saving(self, saves: Sequence[str]) -> Formula:
-        """The same formula that keeps other things for its backward: for some of its options."""
-        formula = copy.copy(self)
-        formula.saves = saves
-        formula._apply = quick_apply(function_of(formula, self.plain_backward))
-        return formula
-
     def __call__(self, *arguments: Any) -> Any:
         """Return the output, or a tuple of several."""
         if type(arguments[0]) is not Tensor and any(map(is_dtensor, arguments[: self.tensors])):
