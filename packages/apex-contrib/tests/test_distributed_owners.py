@@ -317,3 +317,38 @@ def test_a_script_may_add_gradients(world):
         assert norm_of(optimizer) == pytest.approx(3 * 12**0.5, rel=1e-6)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_another_kind_of_optimizer_says_that_it_has_no_gradients(kind, world):
+    params = make_params()
+    old = trained("adam", params)
+    plain = kind(params, lr=0.1)
+    plain.step()  # nothing has come yet
+    backward(params)
+    before = copy.deepcopy(params)
+    with pytest.raises(
+        RuntimeError, match=r"\w+\.step: no parameter has .* a DistributedFusedAdam"
+    ):
+        plain.step()
+    assert all(map(torch.equal, params, before))
+    assert norm_of(old) == pytest.approx(12**0.5, rel=1e-6)
+    old.step()
+    plain.step()  # these gradients are used
+    del old
+    gc.collect()
+    before = copy.deepcopy(params)
+    backward(params)
+    plain.step()
+    assert not any(map(torch.equal, params, before))
+
+
+@pytest.mark.parametrize("first", ["late adam", "lamb", "late lamb"])
+def test_another_kind_of_optimizer_beside_one_that_takes_nothing(first, world):
+    params = make_params()
+    old = trained(first, params)
+    before = copy.deepcopy(params)
+    backward(params)
+    torch.optim.SGD(params, lr=0.1).step()
+    assert not any(map(torch.equal, params, before))
+    del old

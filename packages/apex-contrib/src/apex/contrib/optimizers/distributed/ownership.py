@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .collectives import refuse_together
 
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to its optimizer
+_LISTENING: list[Any] = []  # the handle of the hook that steps of all optimizers call
 
 
 def former_owners(optimizer: Any, params: Iterable[Tensor]) -> list[Any]:
@@ -63,9 +65,31 @@ def claim(optimizer: Any, params: Sequence[Tensor], handles: Iterable[Any]) -> N
         for handle in former._hook_handles:
             handle.remove()
     owner = weakref.ref(optimizer)
+    if not _LISTENING:
+        _LISTENING.append(register_optimizer_step_pre_hook(_refuse_idle))
     optimizer._hook_handles.extend(handles)
     for param in params:
         _OWNERS[param] = owner
+
+
+def _refuse_idle(optimizer: Any, *unused: Any) -> None:
+    """Raise RuntimeError if all gradients of an optimizer of another kind are with an owner.
+
+    It would step on nothing, without a word. An optimizer with a gradient is let through at once.
+    """
+    if torch.compiler.is_compiling() or hasattr(optimizer, "_successor"):
+        return
+    groups = optimizer.param_groups
+    if any(param.grad is not None for group in groups for param in group["params"]):
+        return
+    params = [param for group in groups for param in group["params"]]
+    for owner in former_owners(optimizer, params):
+        if owner._holds_gradients():
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: no parameter has a gradient, because a "
+                f"{type(owner).__name__} over them has taken all as they came. Step that one; or "
+                "delete it, with all that refers to it, such as a scheduler, before the backward."
+            )
 
 
 def check_owner(optimizer: Any, call: str) -> None:
