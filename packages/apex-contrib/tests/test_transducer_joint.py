@@ -340,6 +340,9 @@ def test_bad_options():
             TransducerJoint(dropout=True, dropout_prob=probability)
     with pytest.raises(ValueError, match="pack_output=True needs batch_offset"):
         TransducerJoint(pack_output=True)(X, Y, N, N)
+    for rows in (-1, 2**64 - 1):
+        with pytest.raises(ValueError, match=f"needs batch_offset.*and {rows}"):
+            TransducerJoint(pack_output=True)(X, Y, N, N, torch.cumsum(N * N, 0), rows)
     with pytest.raises(ValueError, match=r"batch_offset must have shape \[2\]"):
         TransducerJoint(pack_output=True)(X, Y, N, N, N[:1], 3)
 

@@ -336,6 +336,8 @@ def test_bad_input_of_the_others():
         (fused_apply_rotary_pos_emb_thd, (T, starts, FREQS), ValueError, "t must have shape"),
         (fused_apply_rotary_pos_emb_thd, (thd, starts.float(), FREQS), TypeError, "int32 or int64"),
         (fused_apply_rotary_pos_emb_thd, (thd, starts[:0], FREQS), ValueError, "cu_seqlens must"),
+        (fused_apply_rotary_pos_emb_thd, (thd, [0, 2], FREQS), TypeError, "cu_seqlens .* got list"),
+        (fused_apply_rotary_pos_emb_2d, (T, -1, -2, *image), ValueError, "got -1 and -2"),
         (fused_apply_rotary_pos_emb_2d, (T, 2, 2, *image), ValueError, r"2 \* 2 tokens"),
         (fused_apply_rotary_pos_emb_2d, (T, 2, 1, *image[:3], sin), ValueError, "sin_w must have"),
     ]:

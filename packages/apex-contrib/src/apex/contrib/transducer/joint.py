@@ -177,7 +177,7 @@ def _checked(
     check_lengths(name, "g_len", g_len, len(f))
     ends, rows = packed or (None, 0)
     if packed:
-        if ends is None or rows < 0:
+        if ends is None or not 0 <= rows < 2**63:
             raise ValueError(
                 f"{name}: pack_output=True needs batch_offset, torch.cumsum(f_len * g_len, 0), and "
                 f"packed_batch, its last number; got {ends} and {rows}."

@@ -98,6 +98,9 @@ def of_sequences(
 ) -> Tensor:
     """Rotate ``[tokens, heads, d]``; positions restart where ``cu_seqlens`` says."""
     _check_dimensions(name, t, "[tokens, heads, d]")
+    if not isinstance(cu_seqlens, Tensor):
+        got = type(cu_seqlens).__name__
+        raise TypeError(f"{name}: cu_seqlens must be an int32 or int64 tensor, got {got}.")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(
             f"{name}: cu_seqlens must have shape [sequences + 1], got {list(cu_seqlens.shape)}."
@@ -140,6 +143,8 @@ def on_a_plane(
     """Rotate ``[batch, img_h * img_w, heads, d]`` by rows and columns of an image."""
     check_floating(name, "t", t)
     _check_dimensions(name, t, "[batch, img_h * img_w, heads, d]")
+    if img_h < 0 or img_w < 0:
+        raise ValueError(f"{name}: img_h and img_w must be 0 or more, got {img_h} and {img_w}.")
     if t.shape[1] != img_h * img_w or t.shape[3] % 4:
         raise ValueError(
             f"{name}: t must have {img_h} * {img_w} tokens and a multiple of 4 channels, got "
