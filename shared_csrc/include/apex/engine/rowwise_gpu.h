@@ -268,18 +268,16 @@ class Row {
       return;
     }
     GpuPack<T, 1, std::index_sequence_for<Views...>, Views...> single;
-    int64_t column = static_cast<int64_t>(threadIdx.x) * N, in_pack = 0;
-    const int64_t stride = static_cast<int64_t>(blockDim.x) * N;
+    int64_t column = static_cast<int64_t>(threadIdx.x) * N;
 #pragma unroll 1
-    while (column < columns_) {
-      single.load_all(column, 1, views...);
-      body(single, 0, in_pack == 0);
-      single.store_all(column, 1, views...);
-      const bool is_whole = column - in_pack + N <= columns_;
-      ++column;
-      if (is_whole && ++in_pack == N) {
-        column += stride - N;
-        in_pack = 0;
+    for (; column < columns_; column += static_cast<int64_t>(blockDim.x) * N) {
+      const bool is_whole = column + N <= columns_;
+      const int count = is_whole ? N : static_cast<int>(columns_ - column);
+#pragma unroll 1
+      for (int lane = 0; lane < count; ++lane) {
+        single.load_all(column + lane, 1, views...);
+        body(single, 0, lane == 0 || !is_whole);
+        single.store_all(column + lane, 1, views...);
       }
     }
   }
