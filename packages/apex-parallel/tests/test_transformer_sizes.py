@@ -1,7 +1,6 @@
 """Sizes that the tensor-parallel ranks do not divide: place, argument and remedy are named."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from apex.transformer.tensor_parallel import (
 from apex.transformer.tensor_parallel import (
     utils as division,
 )
-from apex.transformer.testing import transformer_layers
 from apex_testkit.model_parallel import model_parallel
 
 CPU = {"use_cpu_initialization": True}
@@ -117,24 +115,6 @@ def test_on_ranks(two_ranks, four_ranks):
         ranks(check_layers)
         ranks(check_functions)
         ranks(check_vocabulary)
-
-
-def check_attention(rank, world):
-    """Three heads on two ranks, although the features of all heads are divisible."""
-    with model_parallel(world), pytest.MonkeyPatch.context() as patch:
-        args = SimpleNamespace(
-            num_attention_heads=3, kv_channels=4, hidden_size=12, recompute_granularity=None
-        )
-        patch.setattr(transformer_layers, "get_args", lambda: args)
-        init = torch.nn.init.zeros_
-        refused(
-            f"ParallelAttention: num_attention_heads: {by(3, 2)} such as 4",
-            *(transformer_layers.ParallelAttention, init, init, 1),
-        )
-
-
-def test_attention_heads(two_ranks):
-    two_ranks(check_attention)
 
 
 @pytest.mark.usefixtures("alone")
