@@ -200,7 +200,7 @@ def open_checked(library: Path) -> CheckedLibrary | None:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for who writes
     try:
         descriptor = os.open(library, flags)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     checked = CheckedLibrary(library)
     checked.descriptor = descriptor
