@@ -121,6 +121,9 @@ _INTS |= {"arg_to_check": -1, "held_grads": 0, "rounding_step": 0}
 _SIZES_OF_INTS = {"classes": "C", "groups": "E", "max_f_len": "T", "columns": "C"}
 _FLOAT_LISTS = {"lamb_terms": ("exp_avgs", "exp_avg_sqs", "updates")}
 _FLOAT_LISTS["lamb_apply"] = ("params", "updates")
+# Lists of float32, or of float64 beside float64 params.
+_MOMENTS = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters")
+_WIDE_LISTS = dict.fromkeys(("adam_step", "adam_step_capturable", "adam_step_held"), _MOMENTS)
 _MAY_BE_EMPTY = ("copies", "masters", "remainders", "max_exp_avg_sqs", "averages")
 _DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -152,7 +155,7 @@ _BESIDE = re.compile(
     r"the (?:device|dtype|shape|rows|columns|frames|channels|tokens) of ([a-z]\w*)"
 )
 # Subjects of sentences that are no arguments.
-_WORDS = {"it", "its", "tensors", "tensor", "the", "which"}
+_WORDS = {"it", "its", "moments", "tensors", "tensor", "the", "which"}
 
 
 def check_names(op: Any, text: str) -> None:
@@ -257,7 +260,10 @@ class Maker:
         if name in _MAY_BE_EMPTY and is_likely_empty and self.rng.random() < 0.7:
             return []
         is_float = name in _FLOAT_LISTS.get(self.name, ())
+        is_float |= name in _WIDE_LISTS.get(self.name, ()) and self.dtype != torch.float64
         dtype = torch.float32 if is_float else self.dtype
+        if name == "copies" and dtype == torch.float32:
+            dtype = torch.float16
         return [torch.rand(s, dtype=torch.float64).to(dtype) for s in self.shapes]
 
     def _tensor(self, name: str) -> Tensor | None:
@@ -303,8 +309,12 @@ class Maker:
             for name, dtype in (("params", torch.bfloat16), ("copies", torch.bfloat16)):
                 args[name] = [t.to(dtype) for t in args[name]]
             args["remainders"] = [t.to(torch.int16) for t in args["remainders"]]
-        if self.name.endswith("_step_held"):
-            self._hold(args)
+        if args.get("squares") is not None:
+            args["only_pass"] = rng.choice((1, 2))
+        lists = self._hold(args) if self.name.endswith("_step_held") else args
+        has_more = lists.get("copies") or lists.get("masters")
+        if "rounding_key" in args and (has_more or self.dtype != torch.bfloat16):
+            args["rounding_key"] = None
         return args
 
     def _pack(self, args: dict[str, Any]) -> None:
@@ -320,9 +330,10 @@ class Maker:
                 rest = t.shape[3:]
                 args[name] = torch.rand(total, *rest).gt(0.5).to(t.dtype)
 
-    def _hold(self, args: dict[str, Any]) -> None:
-        """Lists that C++ keeps; the caller releases them."""
+    def _hold(self, args: dict[str, Any]) -> dict[str, list[Tensor]]:
+        """Lists that C++ keeps, by their names; the caller releases them."""
         kind = self.name.removesuffix("_step_held")
         hold = getattr(getattr(torch.ops, self.namespace), f"{kind}_hold").default
-        lists = [self._list(a.name) for a in hold._schema.arguments]
-        args["held"], args["grads"] = hold(*lists), lists[1]
+        lists = {a.name: self._list(a.name) for a in hold._schema.arguments}
+        args["held"], args["grads"] = hold(**lists), lists["grads"]
+        return lists
