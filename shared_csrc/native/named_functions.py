@@ -27,6 +27,10 @@ class _Traced(type(Function)):  # type: ignore[misc]
         super().__init__(name, bases, namespace)
 
 
+def _apply_of_function(cls: Any, *arguments: Any, **options: Any) -> Any:
+    return super(NamedFunction, cls).apply(*arguments, **options)
+
+
 class NamedFunction(Function, metaclass=_Traced):
     """An autograd function of Apex, whose ``apply`` is another function of ours.
 
@@ -47,7 +51,7 @@ class NamedFunction(Function, metaclass=_Traced):
         if "apply" in own:
             cls.forward = staticmethod(_recorded(cls.apply, constants))  # type: ignore[assignment]
         elif "forward" in own or "backward" in own:
-            cls.apply = classmethod(Function.apply.__func__)  # type: ignore[assignment,attr-defined]
+            cls.apply = classmethod(_apply_of_function)  # type: ignore[assignment,attr-defined]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
