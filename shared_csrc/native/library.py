@@ -155,9 +155,12 @@ class OpLibrary:
             raise BuildError("\n".join(lines)) from error.__cause__
 
     def _open(self, path: Path) -> None:
+        from .targets import is_emulating
+
         name = ""
         try:
-            if getattr(path, "descriptor", None) is None:
+            # The emulator's reports name kernels by the library's file, so it keeps its name.
+            if getattr(path, "descriptor", None) is None or is_emulating():
                 torch.ops.load_library(str(path))
             else:
                 # torch would look the path up again, and load what lies there by then. The loader

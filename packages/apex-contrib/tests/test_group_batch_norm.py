@@ -6,6 +6,7 @@ import torch
 from apex.contrib._shared.native.operands import statistics_dtype
 from apex.contrib.group_batch_norm import ops
 from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.grids import for_gpus
 from apex_testkit.opcheck import opcheck_samples
 
@@ -152,15 +153,17 @@ def test_ops_refuse_what_would_be_unsafe(device):
         "dy must be contiguous, with 18 elements of float32 in shape": lambda: ops.sums(
             x.view(3, 6), x, None, v
         ),
-        r"count\[0\] must not be negative, got -1": lambda: ops.merge(
-            v[None], v[None], -count, 1e-5
-        ),
-        r"backward: count\[0\] must not be": lambda: ops.backward(x, x, v, v, v, v, v, -count),
         "biased_var must be": lambda: ops.merge(v[None], v[:1], count, 1e-5),
         "mean must be float32 or float64": lambda: ops.merge(v[None].half(), v[None], count, 1e-5),
     }.items():
         with pytest.raises(RuntimeError, match=text):
             call()
+    if runs_gpu_kernels(device):
+        return  # the host would have to wait for the counts
+    with pytest.raises(RuntimeError, match=r"count\[0\] must not be negative, got -1"):
+        ops.merge(v[None], v[None], -count, 1e-5)
+    with pytest.raises(RuntimeError, match=r"backward: count\[0\] must not be"):
+        ops.backward(x, x, v, v, v, v, v, -count)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
