@@ -100,12 +100,10 @@ def install_wheels(session, packages, *others, torch=TORCH, local_links=True):
         session.run("python", str(check), *packages, env=TEST_ENVIRONMENT | LEVELS, silent=True)
 
 
-def install_for_examples(session):
-    """Install all wheels, torchvision, and what else docs/examples import."""
-    # Without local wheels: a torch among them is of another build than the index's torchvision.
-    vision = f"torchvision=={MATRIX['torch']['torchvision']}"
-    others = ["scikit-learn", "tqdm", "matplotlib"]
-    install_wheels(session, PACKAGES, vision, *others, local_links=False)
+# What docs/examples import beside torch. Local wheels are not shown where torchvision is wanted: a
+# torch among them is of another build than the index's torchvision.
+EXAMPLE_REQUIREMENTS = [f"torchvision=={MATRIX['torch']['torchvision']}"]
+EXAMPLE_REQUIREMENTS += ["scikit-learn", "tqdm", "matplotlib"]
 
 
 def pytest(session, *paths, builds=False):
@@ -211,7 +209,7 @@ def tests(session, package):
     paths = [f"packages/{package}/tests"]
     options = PARALLEL
     if package == "examples":
-        install_for_examples(session)
+        install_wheels(session, PACKAGES, *EXAMPLE_REQUIREMENTS, local_links=False)
         paths = ["docs/examples"]
         options = ONE_THREAD
     elif package == "together":
@@ -447,10 +445,12 @@ def plants(session):
     session.run("python", "ci/plants.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
 
 
-@nox.session(requires=["build"])
+@nox.session
 def demo(session):
-    """Train on real images at opt levels O0, O1, O2 and O5; print a table, draw a plot."""
-    install_for_examples(session)
+    """Train on real images at O0 and O5: a table, a plot (-- --full: all levels; minutes more)."""
+    # From their folders: no kernel is compiled but those that the training calls.
+    packages = [f"./packages/{p}" for p in ("apex-amp", "apex-optimizers", "apex-parallel")]
+    install(session, f"torch=={TORCH}", *EXAMPLE_REQUIREMENTS, *packages, local_links=False)
     session.run("python", "docs/examples/imagenet/demo.py", *session.posargs)
 
 

@@ -244,6 +244,33 @@ def test_demo_needs_a_baseline_that_learned():
     assert "reached 94.00 %" in demo.failures(results)[0]
 
 
+def arguments(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["demo.py", *words])
+    return demo.parse_arguments()
+
+
+def test_demo_is_short_unless_asked(monkeypatch):
+    short, full = arguments(monkeypatch), arguments(monkeypatch, "--full", "--seeds", "3")
+    assert (short.optimizers, short.levels, short.seeds) == (["fused_adam"], ["O0", "O5"], [0])
+    assert (full.optimizers, full.levels) == (list(demo.OPTIMIZERS), list(demo.LEVELS))
+    assert full.seeds == [3]  # what is named goes before what --full means
+    assert arguments(monkeypatch, "--levels", "O2").levels == ["O0", "O2"]
+
+
+def test_demo_tells_of_epochs_and_compiling_as_they_come(tmp_path, capsys):
+    lines = "apex: compiling fused_adam\nnoise\nepoch 0: training\n"
+    command = [sys.executable, "-c", f"print({lines!r}); raise SystemExit(3)"]
+    assert demo.run_and_tell(command, tmp_path / "log", "O5") == 3
+    assert capsys.readouterr().out == "  O5: apex: compiling fused_adam\n  O5: epoch 0: training\n"
+    assert "noise" in (tmp_path / "log").read_text()
+
+
+def test_demo_ends_what_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "RUN_LIMIT_S", 1)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert demo.run_and_tell(command, tmp_path / "log", "O5") < 0
+
+
 class Part:
     """Something with a state, which refuses states that are negative."""
 
