@@ -203,7 +203,7 @@ def test_stages_name_what_does_not_match(device):
     norms = torch.ones(2, 3, device=device, dtype=torch.float64).unbind()
     for arguments, message in (
         ((p, u, norms[0][:2], norms[1]), r"param_norms must hold 3 float64 numbers.*got \[2\]"),
-        ((p, u, norms[0], three), "update_norms must be float64, got float32"),
+        ((p, u, norms[0], three), r"update_norms must hold 3 float64 numbers.*got \[3\] float32"),
         ((p, [t.half() for t in u], *norms), "updates must be float32 or of the params'"),
     ):
         with pytest.raises(RuntimeError, match=message):
