@@ -35,6 +35,7 @@ STEPS = ("tests", "sanitizer", "bench")
 SHARES = {"tests": 0.45, "sanitizer": 0.35, "bench": 1.0}
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 TOOLS = ("memcheck", "racecheck")
+TURNS = 3  # in which all benchmarks run, each with other cases
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 TOLD_AT_ONCE = ["-p", "ci.gpu_tests"]
 
@@ -215,30 +216,37 @@ def bench(run: Run) -> None:
     if run.benchmarks:
         files = [f for f in files if benchmark_name(f) in run.benchmarks]
     deadline = time.monotonic() + run.share("bench")
-    while files and time.monotonic() < deadline:
-        files = files[bench_in_one_process(run, files, deadline - time.monotonic(), settings) :]
+    runs = [f"{turn}/{TURNS}:{file}" for turn in range(TURNS) for file in files]
+    while runs and time.monotonic() < deadline:
+        runs = runs[bench_in_one_process(run, runs, deadline - time.monotonic(), settings) :]
 
 
 def bench_in_one_process(
-    run: Run, files: list[Path], seconds: float, settings: dict[str, str]
+    run: Run, runs: list[str], seconds: float, settings: dict[str, str]
 ) -> int:
-    """Run benchmarks until one ends their process; return how many have an outcome."""
+    """Run benchmarks, each in its turn, until one ends their process; return how many ended."""
     outcomes = run.out / "gpu.outcomes.jsonl"
     outcomes.unlink(missing_ok=True)
     script = str(ROOT / "ci" / "gpu_benchmarks.py")
-    command = [sys.executable, script, str(outcomes), str(seconds), *map(str, files)]
+    command = [sys.executable, script, str(outcomes), str(seconds), *runs]
     whole = run.call("benchmarks", command, seconds + 10, **settings)
     lines = outcomes.read_text().splitlines() if outcomes.is_file() else []
     outcomes.unlink(missing_ok=True)
     for line in map(json.loads, lines):
-        name = f"bench {benchmark_name(Path(line.pop('file')))}"
-        run.results.append(Outcome(name, **line))
+        run.results.append(Outcome(outcome_name(line.pop("run")), **line))
         print(run.results[-1].line(), flush=True)
-    if len(lines) == len(files):
-        return len(files)
-    ended = Outcome(f"bench {benchmark_name(files[len(lines)])}", "failed", 0.0, whole.detail)
+    if len(lines) == len(runs):
+        return len(runs)
+    ended = Outcome(outcome_name(runs[len(lines)]), "failed", 0.0, whole.detail)
     run.results.append(ended)
     return len(lines) + 1
+
+
+def outcome_name(run: str) -> str:
+    """``0/3:packages/.../bench_xentropy.py`` as "bench xentropy, turn 1 of 3"."""
+    turn, _, file = run.partition(":")
+    number, _, count = turn.partition("/")
+    return f"bench {benchmark_name(Path(file))}, turn {int(number) + 1} of {count}"
 
 
 def benchmark_name(file: Path) -> str:

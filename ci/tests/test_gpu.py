@@ -34,16 +34,16 @@ def fake(tmp_path, monkeypatch):
     def fake_execute(name, command, environment, seconds, log, cwd):
         calls.append((name, command, environment, seconds))
         if name == "benchmarks":
-            outcomes, given, *files = command[2:]
-            for file in files:
-                own = f"bench {gpu.benchmark_name(Path(file))}"
+            outcomes, given, *runs = command[2:]
+            for run in runs:
+                own = gpu.outcome_name(run)
                 verdict = fake_execute.verdicts.get(own, "passed")
                 if verdict == "dead":
                     return Outcome(name, "failed", 1.0, "Segmentation fault")
                 calls.append((own, command, environment, float(given)))
                 with open(environment["APEX_BENCH_JSON"], "a") as records:
                     records.write(json.dumps(RECORD | {"op": own}) + "\n")
-                outcome = {"file": file, "status": verdict, "seconds": 1.0, "detail": ""}
+                outcome = {"run": run, "status": verdict, "seconds": 1.0, "detail": ""}
                 with open(outcomes, "a") as lines:
                     lines.write(json.dumps(outcome) + "\n")
         return Outcome(name, fake_execute.verdicts.get(name, "passed"), 1.0)
@@ -70,15 +70,17 @@ def test_everything_runs_and_is_reported(fake, tmp_path, capsys):
         expected = {f"{p} {i + 1}/{n}" for p, n in gpu.processes().items() for i in range(n)}
         assert parts == expected
     assert [name for name, *_ in sanitized] == sorted(name for name, *_ in sanitized)
-    assert {"bench fused_adam", "bench layer_norm", "bench xentropy"} <= set(names)
-    assert "bench distributed" not in names
+    first = {f"bench {name}, turn 1 of 3" for name in ("fused_adam", "layer_norm", "xentropy")}
+    assert first <= set(names)
+    assert names[-1].endswith("turn 3 of 3")  # all benchmarks once before any of them again
+    assert not [name for name in names if name.startswith("bench distributed,")]
 
     written = json.loads((tmp_path / "out" / "nvidia-h100-80gb.json").read_text())
     assert [s["name"] for s in written["steps"]] == ["install", *names]
     benchmarks = [name for name in names if name.startswith("bench ")]
     assert len(written["records"]) == len(benchmarks)
     page = (tmp_path / "out" / "nvidia-h100-80gb.md").read_text()
-    assert "| bench fused_adam | 2 x 10M | 200.0 | 93% |" in page
+    assert "| bench fused_adam, turn 1 of 3 | 2 x 10M | 200.0 | 93% |" in page
     assert "3000 GB/s" in page
     assert f"{len(names) + 1} passed; {len(benchmarks)} figures" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("*.partial.jsonl"))
@@ -96,7 +98,7 @@ def test_commands(fake):
     assert "--error-exitcode 9" in " ".join(command)
     assert command[-3:] == ["--share", f"1/{parts}", "packages/apex-contrib/tests"]
     assert environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    assert calls["bench layer_norm"][1]["APEX_BENCH_DEVICE"] == "cuda"
+    assert calls["bench layer_norm, turn 1 of 3"][1]["APEX_BENCH_DEVICE"] == "cuda"
 
 
 def test_time_is_shared(fake):
@@ -118,7 +120,7 @@ def test_a_failure_stops_nothing_and_is_told(fake, verdict, capsys):
     assert fake.main() == 1
     names = [name for name, *_ in fake.calls]
     assert any(name.startswith("racecheck apex-parallel ") for name in names)
-    assert "bench fused_adam" in names
+    assert "bench fused_adam, turn 1 of 3" in names
     assert f"1 {verdict}" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -140,28 +142,31 @@ def test_only_some_steps(fake):
 
 def test_only_some_benchmarks(fake):
     assert fake.main("--only", "bench", "--benchmarks", "xentropy, layer_norm") == 0
-    assert [name for name, *_ in fake.calls] == ["benchmarks", "bench xentropy", "bench layer_norm"]
+    turns = [f"turn {i} of 3" for i in (1, 2, 3)]
+    expected = [f"bench {name}, {turn}" for turn in turns for name in ("xentropy", "layer_norm")]
+    assert [name for name, *_ in fake.calls] == ["benchmarks", *expected]
 
 
 def test_a_benchmark_that_ends_the_process_is_alone_in_it(fake, tmp_path, capsys):
-    fake.verdicts |= {"bench layer_norm": "dead"}
+    fake.verdicts |= {"bench layer_norm, turn 1 of 3": "dead"}
     assert fake.main("--only", "bench", "--benchmarks", "xentropy,layer_norm,rms_norm") == 1
-    names = ["benchmarks", "bench xentropy", "benchmarks", "bench rms_norm"]
-    assert [name for name, *_ in fake.calls] == names
+    names = [name for name, *_ in fake.calls]
+    assert names[:4] == ["benchmarks", "bench xentropy, turn 1 of 3", "benchmarks", names[3]]
+    assert names[3] == "bench rms_norm, turn 1 of 3"
     (written,) = (tmp_path / "out").glob("*.json")
     steps = {s["name"]: s for s in json.loads(written.read_text())["steps"]}
-    assert steps["bench layer_norm"]["status"] == "failed"
-    assert steps["bench layer_norm"]["detail"] == "Segmentation fault"
-    assert steps["bench rms_norm"]["status"] == "passed"
+    assert steps["bench layer_norm, turn 1 of 3"]["status"] == "failed"
+    assert steps["bench layer_norm, turn 1 of 3"]["detail"] == "Segmentation fault"
+    assert steps["bench layer_norm, turn 2 of 3"]["status"] == "passed"
 
 
-def benchmark_outcomes(tmp_path, seconds, **sources):
+def benchmark_outcomes(tmp_path, seconds, turns=1, **sources):
     for name, source in sources.items():
         (tmp_path / f"bench_{name}.py").write_text(source)
-    files = [str(tmp_path / f"bench_{name}.py") for name in sources]
-    gpu_benchmarks.main(str(tmp_path / "outcomes"), str(seconds), *files)
+    runs = [f"{t}/{turns}:{tmp_path}/bench_{name}.py" for t in range(turns) for name in sources]
+    gpu_benchmarks.main(str(tmp_path / "outcomes"), str(seconds), *runs)
     lines = map(json.loads, (tmp_path / "outcomes").read_text().splitlines())
-    return [(Path(o["file"]).stem, o["status"], o["detail"]) for o in lines]
+    return [(Path(o["run"]).stem, o["status"], o["detail"]) for o in lines]
 
 
 def test_benchmarks_in_one_process(tmp_path):
@@ -179,6 +184,22 @@ def test_benchmarks_in_one_process(tmp_path):
         ("bench_slow", "timed out", ""),
         ("bench_last", "passed", ""),
     ]
+
+
+def test_each_turn_measures_other_cases_and_none_is_lost_or_measured_twice(tmp_path, monkeypatch):
+    records = tmp_path / "records.jsonl"
+    monkeypatch.setenv("APEX_BENCH_JSON", str(records))
+    source = """
+from apex_testkit.bench import compare
+for op in ("a", "b"):
+    for case in range(7):
+        compare(op, str(case), repeats=3, apex=int)
+"""
+    benchmark_outcomes(tmp_path, 60, turns=3, one=source)
+    measured = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [r["op"] + r["case"] for r in measured] == (
+        ["a0", "a4", "b0", "b4", "a2", "a6", "b2", "b6", "a1", "a3", "a5", "b1", "b3", "b5"]
+    )
 
 
 def test_amd_and_rehearsals_have_no_sanitizer(fake, monkeypatch, capsys):

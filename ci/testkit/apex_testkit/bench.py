@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from . import bench_turns
 from .bench_report import format_row, machine_facts, main
 from .load import Load, LoadMeter
 
@@ -30,6 +31,7 @@ _CASE_SECONDS = float(os.environ.get("APEX_BENCH_SECONDS", "2"))  # unless `repe
 # Contestants that are left out, by name: where compiling peers takes longer than there is time.
 _LEFT_OUT = os.environ.get("APEX_BENCH_LEAVE_OUT", "").split(",")
 _MIN_SAMPLES, _MAX_SAMPLES = 9, 300
+_MAX_WAIT_SECONDS = 20e-3  # of a GPU, for the launches of a slow host
 _COPY_BYTES = 256 << 20  # beyond any cache
 
 
@@ -71,12 +73,14 @@ def compare(
         repeats: rounds; default: as many as fill two seconds, 9 to 300.
         device: "cpu" (wall clock) or "cuda" (CUDA events). On a GPU a sample is one call on cold
             caches, which 256 MiB of other memory were written through before, replayed from a CUDA
-            graph unless a contestant cannot be captured; the time of a call in a loop, launch and
-            Python included and caches warm, is measured beside it.
+            graph. A contestant that cannot be captured is launched while the GPU waits, so that
+            its host's time is not in the sample. The time of a call in a loop, launch and Python
+            included and caches warm, is measured beside it.
         contestants: callables without arguments. ``apex`` is ours; ratios are peer's time / ours.
 
     Returns:
-        One record per contestant: op, case, contestant, median_us, low_us, high_us (10th and 90th
+        Nothing where the case is not of this turn (:mod:`apex_testkit.bench_turns`), else
+        one record per contestant: op, case, contestant, median_us, low_us, high_us (10th and 90th
         percentile), samples, ratio, loop_us, loop_ratio, is_replayed (on a GPU), gb_per_s,
         copy_fraction, bytes_moved, others_cores, steal_cores, attempts, is_noisy, and the
         machine's facts.
@@ -84,15 +88,18 @@ def compare(
     """
     if not contestants:
         raise ValueError(f"compare: {op}, {case}: no contestant was given")
+    if not bench_turns.current.takes(op, case):
+        return []
     contestants = {name: f for name, f in contestants.items() if name not in _LEFT_OUT}
     if torch.device(device).type != "cuda":
         timings, load, attempts = _quietest(contestants, repeats, _time_cpu)
         return _report(op, case, timings, load, attempts, device, bytes_moved)
-    replays = _replays(contestants)
-    is_replayed = replays is not None
-    timings, load, attempts = _quietest(replays or contestants, repeats, _time_cuda_cold)
-    del replays  # and the memory of their graphs
-    loop_us = {n: _loop_us(f, timings[n].median_us * 1e-6) for n, f in contestants.items()}
+    replays = {name: _replay(name, f) for name, f in contestants.items()}
+    timed = {n: replays[n] or _Launched(f) for n, f in contestants.items()}
+    timings, load, attempts = _quietest(timed, repeats, _time_cuda_cold)
+    is_replayed = {name: replay is not None for name, replay in replays.items()}
+    del replays, timed  # and the memory of their graphs
+    loop_us = _loops_us(contestants, {name: t.median_us * 1e-6 for name, t in timings.items()})
     return _report(op, case, timings, load, attempts, device, bytes_moved, loop_us, is_replayed)
 
 
@@ -124,7 +131,7 @@ def _report(
                 "ratio": timing.median_us / ours.median_us if ours else None,
                 "loop_us": loop_us and loop_us[name],
                 "loop_ratio": loop_us[name] / loop_us[OURS] if loop_us and ours else None,
-                "is_replayed": is_replayed,
+                "is_replayed": is_replayed and is_replayed[name],
                 "bytes_moved": bytes_moved,
                 "gb_per_s": speed,
                 "copy_gb_per_s": copy,
@@ -208,12 +215,42 @@ def _cold_buffer() -> torch.Tensor:
     return torch.empty(_COPY_BYTES, dtype=torch.int8, device="cuda")
 
 
+class _Launched:
+    """A contestant whose launches, while it is timed, queue up behind a GPU that is kept waiting.
+
+    Without that, the time between its two events would be the host's.
+    """
+
+    def __init__(self, function: Callable):
+        self.function = function
+        self.host_seconds = 0.0  # that the latest call took to return
+
+    def wait(self) -> None:
+        """Let the GPU wait for about twice as long as the host needs to launch."""
+        torch.cuda._sleep(round(2 * self.host_seconds * _cycles_per_second()))
+
+    def __call__(self) -> None:
+        start = time.perf_counter()
+        self.function()
+        self.host_seconds = min(time.perf_counter() - start, _MAX_WAIT_SECONDS)
+
+
+@cache
+def _cycles_per_second() -> float:
+    """Return how many cycles of torch.cuda._sleep a second has."""
+    cycles = 10_000_000
+    torch.cuda._sleep(cycles)
+    return cycles / _time_cuda(lambda: torch.cuda._sleep(cycles), 3)
+
+
 def _time_cuda_cold(function: Callable, calls: int) -> float:
     """Return seconds per call, each between two events of its own and on cold caches."""
     total_ms = 0.0
     for _ in range(calls):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         _cold_buffer().zero_()
+        if isinstance(function, _Launched):
+            function.wait()
         start.record()
         function()
         end.record()
@@ -222,26 +259,23 @@ def _time_cuda_cold(function: Callable, calls: int) -> float:
     return total_ms / calls * 1e-3
 
 
-def _replays(contestants: dict[str, Callable]) -> dict[str, Callable] | None:
-    """Return each contestant as a CUDA graph's replay; None if one cannot be captured."""
-    replays = {}
-    for name, function in contestants.items():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_CALLS):
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                function()
-        except Exception as error:  # which one is up to the contestant
-            print(f"{name} is launched from Python: {error}".splitlines()[0], flush=True)
-            _end_failed_capture()
-            return None
-        replays[name] = graph.replay
-    return replays
+def _replay(name: str, function: Callable) -> Callable | None:
+    """Return a contestant as a CUDA graph's replay; None if it cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP_CALLS):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            function()
+    except Exception as error:  # which one is up to the contestant
+        print(f"{name} is launched from Python: {error}".splitlines()[0], flush=True)
+        _end_failed_capture()
+        return None
+    return graph.replay
 
 
 def _end_failed_capture() -> None:
@@ -252,22 +286,30 @@ def _end_failed_capture() -> None:
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def _loop_us(function: Callable, seconds: float) -> float:
+def _loops_us(contestants: dict[str, Callable], seconds: dict[str, float]) -> dict[str, float]:
     """Return microseconds per call in a loop as a program has it: the slower of host and GPU.
 
     Args:
+        contestants: their loops take turns, in an order that rotates.
         seconds: that a call takes, about.
     """
-    calls = max(1, min(_LOOP_CALLS, round(_LOOP_SECONDS / seconds)))
-    samples = []
-    for _ in range(_LOOP_SAMPLES):
-        torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        for _ in range(calls):
-            function()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter_ns() - start) / calls * 1e-3)
-    return statistics.median(samples)
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for i in range(_LOOP_SAMPLES):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            calls = max(1, min(_LOOP_CALLS, round(_LOOP_SECONDS / seconds[name])))
+            samples[name].append(_loop_us(contestants[name], calls))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _loop_us(function: Callable, calls: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        function()
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - start) / calls * 1e-3
 
 
 @cache

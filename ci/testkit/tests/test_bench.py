@@ -35,8 +35,13 @@ def test_ratio_bandwidth_and_order(capsys):
 def test_on_a_gpu_the_time_in_a_loop_is_beside_that_on_cold_caches(monkeypatch, capsys):
     cold, in_loop = {0: 10e-6, 1: 40e-6}, {0: 20.0, 1: 30.0}
     monkeypatch.setattr(bench, "_time_cuda_cold", lambda function, calls: cold[function()])
-    monkeypatch.setattr(bench, "_replays", lambda contestants: None)
-    monkeypatch.setattr(bench, "_loop_us", lambda function, seconds: in_loop[function()])
+    replays = {"apex": None, "peer": lambda: 1}
+    monkeypatch.setattr(bench, "_replay", lambda name, function: replays[name])
+    monkeypatch.setattr(bench, "_Launched", lambda function: function)
+    loops = []
+    monkeypatch.setattr(
+        bench, "_loop_us", lambda function, calls: loops.append(function()) or in_loop[function()]
+    )
     monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1000.0)
     monkeypatch.setattr(bench, "machine_facts", lambda device: {})
     apex, peer = bench.compare(
@@ -45,7 +50,38 @@ def test_on_a_gpu_the_time_in_a_loop_is_beside_that_on_cold_caches(monkeypatch, 
     assert (apex["median_us"], peer["ratio"]) == pytest.approx((10, 4))
     assert (apex["loop_us"], peer["loop_ratio"]) == pytest.approx((20, 1.5))
     assert apex["copy_fraction"] == pytest.approx(0.5)
+    assert (apex["is_replayed"], peer["is_replayed"]) == (False, True)
+    assert loops == [0, 1, 1, 0] * 2 + [0, 1]  # in turn, from another one each time
     assert "in a loop" in capsys.readouterr().out
+
+
+def test_a_gpu_waits_for_the_launches_of_a_host(monkeypatch):
+    waits, events = [], []
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: events.append("wait") or waits.append(cycles)
+    )
+    monkeypatch.setattr(bench, "_cycles_per_second", lambda: 1e9)
+    monkeypatch.setattr(bench, "_cold_buffer", lambda: torch.empty(1))
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            events.append("event")
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    launched = bench._Launched(lambda: events.append("call") or time.sleep(2e-3))
+    assert bench._time_cuda_cold(launched, 2) == pytest.approx(1e-3)
+    assert events == ["wait", "event", "call", "event"] * 2
+    assert waits[0] == 0
+    assert 4e6 <= waits[1] <= 2 * bench._MAX_WAIT_SECONDS * 1e9  # twice the 2 ms before
 
 
 def test_contestants_can_be_left_out(monkeypatch):
