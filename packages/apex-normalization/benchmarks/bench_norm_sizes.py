@@ -10,7 +10,8 @@ from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex_testkit.bench import chosen_device, compare
 
 ROWS = (1, 64, 1024, 65_536)
-COLUMNS = (64, 768, 4096, 65_536)
+COLUMNS = (4096, 64, 768, 65_536)
+GPU_COLUMNS = (*COLUMNS, 16_384, 262_144)  # up to rows that no block holds
 LARGEST = 1 << 26  # elements
 NORMS = {"layer_norm": (FusedLayerNorm, nn.LayerNorm), "rms_norm": (FusedRMSNorm, nn.RMSNorm)}
 
@@ -45,6 +46,6 @@ if __name__ == "__main__":
     for name in NORMS:
         for dtype in (torch.bfloat16, torch.float32):
             for rows in ROWS:
-                for columns in COLUMNS:
+                for columns in GPU_COLUMNS if device == "cuda" else COLUMNS:
                     if rows * columns <= LARGEST:
                         run(name, rows, columns, dtype, device)
