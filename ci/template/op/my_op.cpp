@@ -32,7 +32,7 @@ Tensor my_op_backward(const Tensor& dy_of_any_layout, const Tensor& x) {
   check(x.dim() > 0 && x.is_contiguous(), "my_op_backward: x must be contiguous rows, got ",
         describe(x), ".");
   Tensor dy = as_contiguous(dy_of_any_layout);  // often one number, expanded
-  check_like("my_op_backward", "dy", dy, x.numel(), x.scalar_type(), x);
+  check_sizes("my_op_backward", {"dy", dy}, x.sizes(), x.scalar_type(), {"x", x});
   Tensor dx = empty_like(x, x.scalar_type());
   if (x.numel() == 0) return dx;
   int64_t columns = x.size(-1);
