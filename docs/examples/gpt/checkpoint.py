@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from apex.transformer import parallel_state
+from apex.transformer.failures import explained
 
 KEPT = 2  # newest checkpoints
 
@@ -18,6 +19,12 @@ def part() -> str:
     return f"stage{stage}-tensor{parallel_state.get_tensor_model_parallel_rank()}.pt"
 
 
+def meet(step: int) -> None:
+    """Wait for the others, each of which has done its part of saving."""
+    with explained(f"waiting for the others to save step {step}"):
+        dist.barrier()
+
+
 def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     """Every part is written by its first replica; the folder has its name when all are there."""
     whole = folder / f"step-{step:08d}"
@@ -25,16 +32,16 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
+    meet(step)
     if parallel_state.get_data_parallel_rank() == 0:
         torch.save(state, partial / part())
-    dist.barrier()
+    meet(step)
     if dist.get_rank() == 0:
         shutil.rmtree(whole, ignore_errors=True)
         partial.replace(whole)
         for old in sorted(folder.glob("step-*"))[:-KEPT]:
             shutil.rmtree(old)
-    dist.barrier()
+    meet(step)
 
 
 def newest(folder: Path, run: dict[str, Any], device: torch.device) -> dict[str, Any] | None:

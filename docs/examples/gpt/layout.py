@@ -8,6 +8,7 @@ from optimizers import is_sharded
 from torch import Tensor, nn
 
 from apex.transformer import parallel_state
+from apex.transformer.failures import explained
 from apex.transformer.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 
 
@@ -44,13 +45,19 @@ def layout() -> dict[str, int]:
     }
 
 
+def add_up(what: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Add ``tensor`` over the group, in place; an error says which ranks may have failed."""
+    with explained(f"adding up {what}", group):
+        dist.all_reduce(tensor, group=group)
+
+
 def mean_of_losses(losses: list[Tensor], device: torch.device) -> float:
     """The mean over micro-batches, which the last stage has, and over replicas; on every rank."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     if losses:
         total += torch.stack(losses).double().mean()
-    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    add_up("the losses", total, parallel_state.get_pipeline_model_parallel_group())
+    add_up("the losses", total, parallel_state.get_data_parallel_group())
     return total.item() / parallel_state.get_data_parallel_world_size()
 
 
@@ -60,7 +67,7 @@ def complete_gradients(model: nn.Module) -> None:
         for param in model.parameters():
             if getattr(param, "sequence_parallel_enabled", False):
                 group = parallel_state.get_tensor_model_parallel_group()
-                dist.all_reduce(param.grad, group=group)
+                add_up("gradients", param.grad, group)
 
 
 def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, largest: float) -> float:
@@ -76,7 +83,7 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, largest: 
     elif counted:
         norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in counted]
         squared += torch.stack(norms).square().sum()
-    dist.all_reduce(squared, group=parallel_state.get_model_parallel_group())
+    add_up("the gradients' norm", squared, parallel_state.get_model_parallel_group())
     norm = squared.sqrt().item()
     if norm > largest and is_sharded(optimizer):
         optimizer.unscale_grads(inv_scale=largest / norm)

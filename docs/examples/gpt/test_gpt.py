@@ -1,12 +1,20 @@
-"""Trains a small GPT in every layout, as the README says, and compares the losses."""
+"""Trains a small GPT in every layout, as the README says, and compares the losses.
+
+``APEX_KILLS`` sets how many times a rank is killed in each divided layout, ``APEX_SEED`` when.
+"""
 
 import json
 import multiprocessing
 import os
+import random
+import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +24,7 @@ from torch.nn import functional as F
 
 TRAIN = Path(__file__).with_name("train.py")
 TIMEOUT_S = 240
+KILLS = int(os.environ.get("APEX_KILLS", "2"))  # of each divided layout
 STEPS = 6
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 32}
 BATCHES = {"micro-batch-size": 2, "global-batch-size": 8}
@@ -37,9 +46,9 @@ def arguments(output, options):
     return [*(f"--{name}={value}" for name, value in SMALL.items()), f"--output={output}", *options]
 
 
-def one_rank(rank, processes, port, log, arguments):
+def one_rank(rank, processes, port, logs, arguments):
     """What torchrun would start; the parent keeps the store, as torchrun does."""
-    with open(log, "a") as file:
+    with open(logs[rank], "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     if processes > 1:
@@ -52,23 +61,38 @@ def one_rank(rank, processes, port, log, arguments):
     runpy.run_path(str(TRAIN), run_name="__main__")
 
 
+class Run:
+    """A run under way in the folder ``output``."""
+
+    def __init__(self, output, processes, options):
+        output.mkdir(exist_ok=True)
+        self.logs = [output / f"log-{rank}.txt" for rank in range(processes)]
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        common = (processes, self.store.port, self.logs, arguments(output, options))
+        self.ranks = [FORKS.Process(target=one_rank, args=(r, *common)) for r in range(processes)]
+        for process in self.ranks:
+            process.start()
+
+    def finish(self, timeout_s=TIMEOUT_S):
+        """Exit codes of all ranks, and what each of them wrote."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.ranks:
+            process.join(max(0, deadline - time.monotonic()))
+        late = [process.kill() for process in self.ranks if process.is_alive()]
+        for process in self.ranks:
+            process.join()
+        texts = self.texts()
+        assert not late, f"not done after {timeout_s} s:\n{texts}"
+        return [process.exitcode for process in self.ranks], texts
+
+    def texts(self):
+        return [log.read_text() if log.exists() else "" for log in self.logs]
+
+
 def run(output, processes, options):
     """Exit codes of all ranks, and what they wrote."""
-    output.mkdir(exist_ok=True)
-    log = output / "log.txt"
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    common = (processes, store.port, log, arguments(output, options))
-    ranks = [FORKS.Process(target=one_rank, args=(r, *common)) for r in range(processes)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT_S
-    for process in ranks:
-        process.join(max(0, deadline - time.monotonic()))
-    late = [process.kill() for process in ranks if process.is_alive()]
-    for process in ranks:
-        process.join()
-    assert not late, f"not done after {TIMEOUT_S} s:\n{log.read_text()}"
-    return [process.exitcode for process in ranks], log.read_text()
+    codes, texts = Run(output, processes, options).finish()
+    return codes, "\n".join(texts)
 
 
 def train(output, processes=1, options=()):
@@ -167,13 +191,7 @@ def test_resumes_bit_for_bit_and_only_in_its_layout(tmp_path):
     expected = train(whole, processes, options)
     train(parts, processes, [*options, "--stop-after=3"])
     assert train(parts, processes, options) == expected
-    last = f"step-{STEPS:08d}"
-    files = sorted((whole / last).iterdir())
-    assert len(files) == 4
-    for file in files:
-        a, b = (torch.load(f, weights_only=True) for f in (file, parts / last / file.name))
-        assert_same(a["model"], b["model"])
-        assert_same(a["optimizer"]["state"], b["optimizer"]["state"])
+    assert_same_end(whole, parts, processes)
     codes, written = run(parts, 1, [])
     assert codes == [1]
     assert "is a checkpoint of another run or layout" in written
@@ -197,6 +215,81 @@ def assert_same(a, b):
             assert_same(value, b[name])
         else:
             assert torch.as_tensor(value).equal(torch.as_tensor(b[name])), name
+
+
+def assert_same_end(whole, parts, processes):
+    """The last checkpoints of two runs have the same bits."""
+    last = f"step-{STEPS:08d}"
+    files = sorted((whole / last).iterdir())
+    assert len(files) == processes
+    for file in files:
+        a, b = (torch.load(f, weights_only=True) for f in (file, parts / last / file.name))
+        assert_same(a["model"], b["model"])
+        assert_same(a["optimizer"]["state"], b["optimizer"]["state"])
+
+
+KILLED = {
+    "TP=2": (2, [TP, "--sequence-parallel"]),
+    "PP=2": (2, [PP]),
+    "TP=2 x PP=2": (4, [TP, PP]),
+}
+# What a survivor says: its number, what it was at, who may have failed, and what to do.
+LOST = re.compile(
+    r"RuntimeError: (?:.* )?\(?rank (\d)\)?: (.+) failed\. (?:The other rank|Rank \d|"
+    r"One of the ranks [\d, ]+) has died, .* start again from a checkpoint"
+)
+
+
+@pytest.mark.parametrize("layout", KILLED)
+def test_a_killed_rank_ends_the_others_and_the_run_goes_on(layout, tmp_path):
+    """SIGKILL of a rank by chance; others end with an error, the run with its undisturbed bits."""
+    processes, options = KILLED[layout]
+    options = [*options, "--save-every=1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    begun = time.monotonic()
+    expected = train(whole, processes, options)
+    step_s = (time.monotonic() - begun) / STEPS
+    generator, hits = random.Random(f"{layout} {os.environ.get('APEX_SEED', 0)}"), Counter()
+    while hits.total() < KILLS:
+        victim, delay_s = generator.randrange(processes), generator.uniform(0, step_s)
+        saved = min(newest(parts) + generator.randrange(1, 3), STEPS - 1)
+        hits.update(killed(Run(parts, processes, options), parts, saved, victim, delay_s))
+        if newest(parts) == STEPS and hits.total() < KILLS:
+            assert_same_end(whole, parts, processes)
+            shutil.rmtree(parts)
+    assert train(parts, processes, options) == expected
+    assert_same_end(whole, parts, processes)
+    print(f"{layout}: {hits.total()} kills, in which others were at {dict(hits)}")
+
+
+def newest(output):
+    """The step of the newest checkpoint."""
+    return max((int(folder.name[5:]) for folder in output.glob("step-*")), default=0)
+
+
+def killed(running, output, saved, victim, delay_s):
+    """Kill a rank ``delay_s`` after there is a checkpoint of step ``saved``.
+
+    Returns what a survivor was at, in a list; empty if the run was at its end already.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while newest(output) < saved and running.ranks[victim].is_alive():
+        assert time.monotonic() < deadline, running.texts()
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    running.ranks[victim].kill()
+    codes, texts = running.finish(timeout_s=60)
+    if codes[victim] == 0 or newest(output) == STEPS:
+        assert set(codes) <= {0, 1, -signal.SIGKILL}, (codes, texts)
+        return []
+    assert codes[victim] == -signal.SIGKILL, (codes, texts)
+    whats = []
+    for rank in {*range(len(codes))} - {victim}:
+        assert codes[rank] == 1, (codes, texts)  # an error, not a signal and not success
+        said = LOST.findall(texts[rank])
+        assert [int(number) for number, _ in said] == [rank], texts[rank]
+        whats += [re.sub(r"\d+", "N", what) for _, what in said]
+    return whats[:1]
 
 
 @pytest.mark.parametrize(

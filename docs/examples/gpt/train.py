@@ -34,6 +34,7 @@ from optimizers import CLASSES, load, make_optimizer
 from torch import Tensor, nn
 
 from apex.transformer import parallel_state
+from apex.transformer.failures import explained
 from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func
 from apex.transformer.pipeline_parallel.schedules.common import (
     _get_params_for_weight_decay_optimization,
@@ -207,7 +208,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             args.output.mkdir(parents=True, exist_ok=True)
             write_text(args.text, args.text_bytes)
-        dist.barrier()
+        with explained("waiting for rank 0 to write the text"):
+            dist.barrier()
         trainer = Trainer(args, device)
         print_rank_0(f"{layout()}, {args.text.stat().st_size:,} bytes of text")
         trainer.resume()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import parallel_state
+from .failures import explained
 from .single_collectives import all_gather_single
 
 __all__ = [
@@ -80,9 +81,7 @@ def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
     """
     world = parallel_state.get_tensor_model_parallel_world_size()
     gathered = torch.empty(world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    all_gather_single(
-        gathered,
-        tensor.reshape(-1),
-        group=parallel_state.get_tensor_model_parallel_group(),
-    )
+    group = parallel_state.get_tensor_model_parallel_group()
+    with explained("gather_split_1d_tensor", group):
+        all_gather_single(gathered, tensor.reshape(-1), group=group)
     return gathered

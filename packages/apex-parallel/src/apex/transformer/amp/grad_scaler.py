@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .. import parallel_state
+from ..failures import explained
 from ..placement import current_device
 
 __all__ = ["GradScaler"]
@@ -83,7 +84,8 @@ class GradScaler(torch.amp.GradScaler):
         if parallel_state.model_parallel_is_initialized():
             largest = torch.stack([tensor.to(found_inf.device) for tensor in found.values()]).amax()
             group = parallel_state.get_model_parallel_group()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            with explained("GradScaler, which asks whether a gradient is infinite,", group):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             for tensor in found.values():
                 tensor.copy_(largest)
         return found

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from ..failures import explained
 from ..placement import current_device
 
 if TYPE_CHECKING:  # of typing, since Python 3.11
@@ -86,15 +87,9 @@ class Transfers:
 @contextlib.contextmanager
 def lost_peer(what: str) -> Iterator[None]:
     """Have errors of the backend say which stage was at what, and what may have happened."""
-    try:
+    who = f"pipeline stage {parallel_state.get_pipeline_model_parallel_rank()}"
+    with explained(what, who=who, other="The other rank"):
         yield
-    except RuntimeError as error:
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        raise RuntimeError(
-            f"pipeline stage {stage} (rank {dist.get_rank()}): {what} failed. The other rank has "
-            "died, has raised an error (see its output), or took longer than the timeout of the "
-            f"process group. The backend says: {error}"
-        ) from error
 
 
 class FutureTensor:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import parallel_state
 from ..enums import ModelType
+from ..failures import explained
 from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_calculator
 from ._printing import is_last_rank as is_last_rank
 from ._printing import print_rank_0 as print_rank_0
@@ -204,14 +205,18 @@ def calc_params_l2_norm(model: Models, bf16: bool) -> float:
     norms = [torch.linalg.vector_norm(param, dtype=torch.float64) for param in params]
     norms.append(torch.zeros((), dtype=torch.float64, device=device()))
     squared = torch.stack(norms).square().sum()
-    dist.all_reduce(squared, group=parallel_state.get_model_parallel_group())
+    group = parallel_state.get_model_parallel_group()
+    with explained("calc_params_l2_norm", group):
+        dist.all_reduce(squared, group=group)
     return squared.sqrt().item()
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Losses of one element each, averaged over replicas of the model: ``[len(losses)]``."""
     averaged = torch.cat([loss.detach().reshape(1) for loss in losses])
-    dist.all_reduce(averaged, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group()
+    with explained("average_losses_across_data_parallel_group", group):
+        dist.all_reduce(averaged, group=group)
     return averaged / parallel_state.get_data_parallel_world_size()
 
 

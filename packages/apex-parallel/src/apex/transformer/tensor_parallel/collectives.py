@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from ..failures import explained
 from ..single_collectives import all_gather_single, reduce_scatter_single
 from ..utils import tensor_rank_share
 
@@ -17,6 +19,7 @@ from ..utils import tensor_rank_share
 class Pending:
     """A result that is under way. It holds the work: gloo forgets work that nobody holds."""
 
+    what: str  # for errors
     result: Tensor
     work: dist.Work | None = None
     part: slice | None = None  # of the first dimension, if the result is more than was asked for
@@ -24,14 +27,21 @@ class Pending:
     def wait(self) -> Tensor:
         """The result; on a GPU only the current stream waits."""
         if self.work is not None:
-            self.work.wait()
+            with self._explained():
+                self.work.wait()
         return self.result if self.part is None else self.result[self.part].clone()
+
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        group = parallel_state.get_tensor_model_parallel_group()
+        what = f"the {self.what} into a tensor of shape {list(self.result.shape)}"
+        return explained(what, group, who=f"tensor-parallel rank {rank}")
 
 
 def all_reduce(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
     """Add ``x`` over the ranks, or reduce it otherwise, in place; ``x`` is contiguous."""
     group = parallel_state.get_tensor_model_parallel_group()
-    return Pending(x, dist.all_reduce(x, op, group, async_op=True))
+    return Pending("all-reduce", x, dist.all_reduce(x, op, group, async_op=True))
 
 
 def all_gather(x: Tensor) -> Pending:
@@ -40,7 +50,7 @@ def all_gather(x: Tensor) -> Pending:
     gathered = x.new_empty((world * x.shape[0], *x.shape[1:]))
     group = parallel_state.get_tensor_model_parallel_group()
     work = all_gather_single(gathered, x.contiguous(), group=group, async_op=True)
-    return Pending(gathered, work)
+    return Pending("all-gather", gathered, work)
 
 
 def reduce_scatter(x: Tensor) -> Pending:
@@ -54,7 +64,7 @@ def reduce_scatter(x: Tensor) -> Pending:
         rank = parallel_state.get_tensor_model_parallel_rank()
         x = x.contiguous()
         work = dist.all_reduce(x, group=group, async_op=True)
-        return Pending(x, work, slice(rank * size, (rank + 1) * size))
+        return Pending("reduce-scatter", x, work, slice(rank * size, (rank + 1) * size))
     part = x.new_empty((size, *x.shape[1:]))
     work = reduce_scatter_single(part, x.contiguous(), group=group, async_op=True)
-    return Pending(part, work)
+    return Pending("reduce-scatter", part, work)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from ..failures import explained
 from ..placement import current_device
 
 __all__ = ["broadcast_data"]
@@ -63,7 +64,8 @@ def _build_key_size_numel_dictionaries(
     group, device = parallel_state.get_tensor_model_parallel_group(), current_device()
     source = parallel_state.get_tensor_model_parallel_src_rank()
     told = [_sizes(keys, data, _dtype) if dist.get_rank() == source else None]
-    dist.broadcast_object_list(told, src=source, group=group, device=device)
+    with explained("broadcast_data", group):
+        dist.broadcast_object_list(told, src=source, group=group, device=device)
     if isinstance(told[0], Exception):
         raise told[0]
     sizes = dict(zip(keys, told[0], strict=True))
@@ -98,6 +100,7 @@ def broadcast_data(
     else:
         flat = torch.empty(total, dtype=datatype, device=device)
     # As bytes: gloo does not know all dtypes.
-    dist.broadcast(flat.view(torch.uint8), src=source, group=group)
+    with explained("broadcast_data", group):
+        dist.broadcast(flat.view(torch.uint8), src=source, group=group)
     parts = flat.split(list(numels.values()))
     return {key: part.view(sizes[key]) for key, part in zip(sizes, parts, strict=True)}

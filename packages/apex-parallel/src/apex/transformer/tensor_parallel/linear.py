@@ -52,14 +52,14 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
             return _differentiable_gradients(ctx, input, weight, grad_output)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dy = grad_output.reshape(-1, grad_output.shape[-1])
-        whole = collectives.Pending(input)
+        whole = collectives.Pending("input", input)
         grad_input = grad_weight = grad_bias = None
         with torch.autocast(input.device.type, enabled=False):
             if ctx.gathers and needs_weight:
                 whole = collectives.all_gather(input)
             if needs_input:
                 shape = (*grad_output.shape[:-1], weight.shape[1])
-                grad_input = collectives.Pending(dy.mm(weight).view(shape))
+                grad_input = collectives.Pending("gradient", dy.mm(weight).view(shape))
                 if ctx.is_async:
                     grad_input = collectives.all_reduce(grad_input.result)
                 elif ctx.gathers:

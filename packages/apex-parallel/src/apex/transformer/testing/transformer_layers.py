@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from .. import parallel_state
 from ..enums import AttnMaskType, AttnType, LayerType, ModelType
+from ..failures import explained
 from ..functional import FusedScaleMaskSoftmax
 from ..layers import FusedLayerNorm
 from ..tensor_parallel import (
@@ -71,10 +72,14 @@ class MegatronModule(nn.Module):
             if not parallel_state.is_pipeline_first_stage():  # a decoder's first stage
                 embedding.zero_parameters()
             positions = embedding.position_embeddings.weight
-            dist.all_reduce(positions.data, group=parallel_state.get_position_embedding_group())
+            group = parallel_state.get_position_embedding_group()
+            with explained("initialize_word_embeddings", group):
+                dist.all_reduce(positions.data, group=group)
         if parallel_state.is_rank_in_embedding_group():
             weight = self.word_embeddings_weight()
-            dist.all_reduce(weight.data, group=parallel_state.get_embedding_group())
+            group = parallel_state.get_embedding_group()
+            with explained("initialize_word_embeddings", group):
+                dist.all_reduce(weight.data, group=group)
 
 
 def vocab_embedding(init_method: Init, size: int | None = None) -> VocabParallelEmbedding:
