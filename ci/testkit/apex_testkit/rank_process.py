@@ -15,9 +15,12 @@ import torch.distributed as dist
 
 
 def load(path):
-    """The test file as a module that pickle, too, finds by name."""
+    """The test file as a module that pickle, too, finds by name.
+
+    Files of two packages may have one name.
+    """
     name = Path(path).stem
-    if name not in sys.modules:
+    if getattr(sys.modules.get(name), "__file__", None) != path:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
