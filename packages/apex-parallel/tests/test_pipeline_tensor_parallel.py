@@ -46,9 +46,18 @@ def share_of(whole, rank):
 
 
 def check_accuracy(actual, plain32, truth):
-    error = (plain32.double() - truth).abs().max()
-    allowed = 2 * error + torch.finfo(torch.float32).eps * truth.abs().max()
-    assert (actual.double() - truth).abs().max() <= allowed
+    """Root mean squares: the largest of some dozen errors differs by more than 2 by chance."""
+    error = (plain32.double() - truth).norm()
+    allowed = 2 * error + 4 * torch.finfo(torch.float32).eps * truth.norm()
+    assert (actual.double() - truth).norm() <= allowed
+
+
+def test_accuracy_that_is_not_enough():
+    """Three millionths beside the truth are found."""
+    truth = torch.randn(8, 32, dtype=torch.float64)
+    check_accuracy(truth.float(), truth.float(), truth)
+    with pytest.raises(AssertionError):
+        check_accuracy(truth.float() * (1 + 3e-6), truth.float(), truth)
 
 
 def check_stages(rank, world, divided):
