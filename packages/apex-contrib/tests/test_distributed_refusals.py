@@ -6,10 +6,14 @@
 import copy
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
@@ -113,6 +117,52 @@ def check_one_refuses(rank, world):
         with pytest.raises(RuntimeError, match=r"states of ranks \[1\].* another step"):
             optimizer.load_state_dict(later)
         optimizer.load_state_dict(saved)
+
+
+def check_missing_options(rank, world):
+    optimizer = DistributedFusedAdam([nn.Parameter(torch.ones(3))])
+    saved = optimizer.state_dict()
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        state = copy.deepcopy(saved)
+        state["param_groups"][0]['"' + name[1:]] = state["param_groups"][0].pop(name)
+        with pytest.raises(ValueError, match=rf"param_groups\[0\] has no {name}, which"):
+            optimizer.load_state_dict(state)
+    assert repr(optimizer.state_dict()) == repr(saved)
+
+
+def test_a_group_without_its_options_is_refused(two_ranks):
+    """As where a bit of a name has turned: the optimizer's own were kept, without a word."""
+    two_ranks(check_missing_options)
+
+
+def check_cut_folder(rank, world, folder):
+    """A file that is cut off in its last part: the parts before it have been read already."""
+    params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(30))]
+    optimizer = DistributedFusedAdam(params, lr=0.1)
+
+    def step():
+        sum((number + 1) * p.sum() for number, p in enumerate(params)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    dcp.save(optimizer.sharded_state_dict(), checkpoint_id=folder)
+    step()
+    before, groups = bits_of(optimizer, params)
+    if rank == 0:
+        for file in Path(folder).glob("*.distcp"):
+            os.truncate(file, file.stat().st_size - 100)
+    dist.barrier()
+    for _ in range(2):
+        state = optimizer.sharded_state_dict()
+        with pytest.raises(CheckpointException):
+            dcp.load(state, checkpoint_id=folder)
+        assert is_same(bits_of(optimizer, params), (before, groups))
+
+
+def test_a_folder_that_is_cut_off(two_ranks, tmp_path):
+    """torch.distributed.checkpoint fails halfway, and must not have written into the state."""
+    two_ranks(check_cut_folder, folder=str(tmp_path / "state"))
 
 
 def test_one_rank_refuses(two_ranks):

@@ -7,7 +7,14 @@ import io
 import pytest
 import torch
 
-from apex.optimizers import FusedAdagrad, FusedLARS, FusedNovoGrad
+from apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLARS,
+    FusedNovoGrad,
+    FusedSGD,
+)
 from apex_testkit import FLOATS
 from apex_testkit.optimizers import run_steps
 
@@ -31,6 +38,23 @@ def continue_with(optimizer, params, grads_per_step):
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
         optimizer.step()
+
+
+OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum")
+
+
+@pytest.mark.parametrize("make", [*CASES.values(), FusedAdam, FusedLAMB, FusedSGD])
+def test_a_group_without_its_options_is_refused(make):
+    """As where a bit of a name has turned; that was replaced by a default."""
+    optimizer = make([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    saved, names = optimizer.state_dict(), [o for o in OPTIONS if o in optimizer.defaults]
+    assert len(names) > 2
+    for name in names:
+        state = copy.deepcopy(saved)
+        state["param_groups"][0]['"' + name[1:]] = state["param_groups"][0].pop(name)
+        with pytest.raises(ValueError, match=rf"load_state_dict: param_groups\[0\] has no {name};"):
+            optimizer.load_state_dict(state)
+    assert repr(optimizer.state_dict()) == repr(saved)
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -13,6 +13,8 @@ from .gradients import describe
 from .numbers import lr_tensor, numbers_device
 from .sharding import is_sharded
 
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum")
+
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
     """Add the keys that a loaded state does not know, such as one of torch.optim.AdamW."""
@@ -95,11 +97,25 @@ def _checked_pairs(
         if "step" in saved:
             _check_count(layout.optimizer, saved["step"])
         optimizer.check_saved(saved)
-    for group in state_dict["param_groups"]:
+    for index, group in enumerate(state_dict["param_groups"]):
+        _check_options(optimizer, index, group)
         if "step" in group:
             _check_count(layout.optimizer, group["step"])
         optimizer.check_saved_group(group)
     return pairs
+
+
+def _check_options(optimizer: Any, index: int, group: dict[str, Any]) -> None:
+    """Raise ValueError unless a saved group has what the groups of every such optimizer have.
+
+    Other options are missing in states of ``torch.optim`` and of older versions.
+    """
+    if lost := [name for name in _OPTIONS if name in optimizer.defaults and name not in group]:
+        raise ValueError(
+            f"{optimizer.layout.optimizer}.load_state_dict: param_groups[{index}] has no "
+            f"{', '.join(lost)}; it has {', '.join(map(str, group))}. The checkpoint is damaged, "
+            "or of another kind of optimizer."
+        )
 
 
 def _restore_all(optimizer: Any, pairs: list[tuple[Tensor, dict[str, Any]]]) -> None:

@@ -16,6 +16,7 @@ from .collectives import load_together
 from .plans import agree
 
 _WHERE = f"{NAME}.load_state_dict"
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")  # also of torch's Adam and of FusedAdam
 _SHARDS = ("params_shard", "param_remainders_shard", "exp_avg_shard", "exp_avg_sq_shard")
 
 
@@ -43,7 +44,13 @@ def check_groups(optimizer: Any, saved: list[dict[str, Any]]) -> None:
             f"{_WHERE}: the optimizer has groups of {sizes} parameters, but the "
             f"state has groups of {saved_sizes}."
         )
-    for group, loaded in zip(optimizer.param_groups, saved, strict=True):
+    for index, (group, loaded) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        if lost := [name for name in _OPTIONS if name not in loaded]:
+            raise ValueError(
+                f"{_WHERE}: param_groups[{index}] has no {', '.join(lost)}, which the groups of "
+                f"every Adam have; it has {', '.join(map(str, loaded))}. The checkpoint is "
+                "damaged, or of another kind of optimizer."
+            )
         check_group({**group, **loaded})
 
 

@@ -54,10 +54,16 @@ class FlatShards(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, torch.Size([self.numel()])),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A load asks for this, and then writes into the pieces. It may fail halfway, so they must
+        # not be the optimizer's memory, which a save reads.
+        self.pieces = {begin: torch.empty_like(piece) for begin, piece in self.pieces.items()}
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size([begin]), torch.Size([piece.numel()]))
             for begin, piece in self.pieces.items()
