@@ -30,6 +30,7 @@ OPTIONS = {
     "decay in gradients": ("float32", {"adam_w_mode": False, "bias_correction": False}),
 }
 HYPER = {"betas": (0.9, 0.99), "eps": 1e-3}
+NATIVE = ("_pipeline_block_reductions", "_pipeline_step")
 MODES = {"adam_w_mode": True, "bias_correction": True, "grad_averaging": True, "use_nvlamb": False}
 GROUPS = (
     {"lr": 0.05, "weight_decay": 0.1, "max_grad_norm": 0.0},
@@ -55,14 +56,19 @@ class Side:
         split, indices = spec["split"] % len(specs), list(range(len(specs)))
         self.groups = [part for part in (indices[:split], indices[split:]) if part]
         self.hyper = [dict(GROUPS[number]) for number in range(len(self.groups))]
+        self.saved, self.formers = None, []  # older optimizers over these parameters, still alive
+        self.begin()
+        self.zero(to_none=True)
+
+    def begin(self):
+        """Make the optimizer, which knows of no step."""
         groups = [
             {"params": [self.params[i] for i in indices], **numbers}
             for indices, numbers in zip(self.groups, self.hyper, strict=True)
         ]
         self.optimizer = DistributedFusedLAMB(groups, **HYPER, dwu_num_ar_pg=1, **self.options)
         self.own = [ModelParam(exact(param)) for param in self.params]
-        self.count, self.lr, self.saved = 0, None, None
-        self.zero(to_none=True)
+        self.count, self.lr, self.replaced, self.heard = 0, None, (), []
 
     def numbers_of(self, index):
         (group,) = [g for g, indices in enumerate(self.groups) if index in indices]
@@ -94,6 +100,7 @@ class Side:
     def zero(self, to_none):
         self.optimizer.zero_grad(set_to_none=to_none)
         self.sums, self.scale, self.is_reduced = Sums(self.world, self.params), 1.0, False
+        self.heard.clear()
 
     def gradients(self):
         """What a step uses, in float64; clipped, where that comes before sums."""
@@ -134,6 +141,7 @@ class Side:
                     numbers["max_grad_norm"] = 0.0
                 lamb(own, grad, numbers, total)
         self.is_reduced = False
+        self.check_heard()
         if self.options.get("skip_allgather"):
             self.optimizer.gather_params()
         self.look()
@@ -165,6 +173,7 @@ class Side:
             optimizer.step()
             optimizer.set_global_scale(1.0)
         if is_skipped:
+            self.check_heard()
             self.check_unchanged(before)
             if self.options.get("skip_allgather"):
                 self.optimizer.gather_params()
@@ -230,6 +239,79 @@ class Side:
             self.optimizer.load_state_dict(state)
             self.look()
 
+    # Methods that scripts replace.
+
+    def replace(self, names):
+        """Put functions around methods on the instance, which note that they are called."""
+        for name in NATIVE:
+            vars(self.optimizer).pop(name, None)
+        self.replaced = names
+        self.heard.clear()
+        for name in names:
+            native = getattr(self.optimizer, name)
+
+            def around(*block, native=native):
+                self.heard.append(block[0] if block else "step")
+                native(*block)
+
+            setattr(self.optimizer, name, around)
+        if self.is_reduced or self.optimizer._has_begun:  # some were not heard
+            self.zero(to_none=True)
+
+    def check_heard(self):
+        """All blocks from the last one on, each once; and the step, which may begin before them."""
+        blocks = [what for what in self.heard if what != "step"]
+        every = list(reversed(range(self.options.get("dwu_num_blocks", 4))))
+        assert blocks == (every if NATIVE[0] in self.replaced else [])
+        assert self.heard.count("step") == (NATIVE[1] in self.replaced)
+        self.heard.clear()
+
+    def leave_out(self):
+        """One step whose inner part a script leaves out: nothing moves, and the next one works."""
+        before = self.everything()
+        vars(self.optimizer).pop(NATIVE[1], None)
+        self.optimizer._pipeline_step = lambda: None
+        self.optimizer.step()
+        self.check_unchanged(before)
+        self.replace(self.replaced)
+        self.zero(to_none=True)
+
+    # Another optimizer over the same parameters.
+
+    def succeed(self, is_kept, is_moved):
+        """Build a second one; ``is_moved``: with the state of the first, which has no say then.
+
+        Gradients that are in the parameters are its own.
+        """
+        for index, param in enumerate(self.params):
+            param.requires_grad_(index != self.left_alone)
+        state = copy.deepcopy(self.optimizer.state_dict())
+        own, count = self.own, self.count
+        if is_kept:
+            self.formers.append(self.optimizer)
+        self.begin()
+        if is_moved:
+            self.optimizer.load_state_dict(state)
+            self.own, self.count = own, count
+        self.is_reduced = False
+        self.look()
+
+    def ask_former(self, call):
+        """It says that it has no parameters any more, on each rank, and changes nothing."""
+        if not self.formers:
+            return
+        before, former = self.everything(), self.formers[-1]
+        calls = {
+            "step": former.step,
+            "zero": former.zero_grad,
+            "load": lambda: former.load_state_dict(former.state_dict()),
+            "reduce": former.complete_reductions,
+            "gather": former.gather_params,
+        }
+        with pytest.raises(RuntimeError, match="belong to a newer"):
+            calls[call]()
+        self.check_unchanged(before)
+
     # Calls that fail.
 
     def everything(self):
@@ -240,19 +322,29 @@ class Side:
         for number, (old, new) in enumerate(zip(before, self.everything(), strict=True)):
             assert torch.equal(old, new), number
 
-    def fail(self, kind):
+    def fail(self):
         before, optimizer = self.everything(), self.optimizer
         state = optimizer.state_dict()
         short = {**state, "fp32_v": state["fp32_v"][:-1]}
         lost = {name: value for name, value in state.items() if name != "fp32_m"}
+        negative = {**state, "fp32_v": state["fp32_v"] - 1e9}
+        other = {**state, "fp32_p": state["fp32_p"].half()}
+        later = {**state, "step": state["step"] + (self.rank + 1 == self.world)}
         calls = {
             "group": lambda: optimizer.add_param_group({"params": [torch.ones(2)]}),
             "short": lambda: optimizer.load_state_dict(short),
             "lost": lambda: optimizer.load_state_dict(lost),
+            "negative": lambda: optimizer.load_state_dict(negative),
+            "dtype": lambda: optimizer.load_state_dict(other),
+            "no state": lambda: optimizer.load_state_dict([]),
+            # Of one rank alone.
+            "one": lambda: optimizer.load_state_dict(lost if self.rank == 0 else state),
+            "step": lambda: optimizer.load_state_dict(later if self.world > 1 else lost),
         }
-        with pytest.raises((ValueError, RuntimeError)):
-            calls[kind]()
-        self.check_unchanged(before)
+        for call in calls.values():
+            with pytest.raises((ValueError, RuntimeError)):
+                call()
+            self.check_unchanged(before)
 
     def fail_in_backward(self, seed, masks, at):
         """On all ranks alike; then gradients are cleared, as after any failure of training."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from apex_testkit.sharded_lamb import FAMILIES, check_sequence
+from apex_testkit.sharded_lamb import FAMILIES, NATIVE, check_sequence
 
 EXAMPLES = int(os.environ.get("APEX_EXAMPLES", "0"))
 # Not shrunk on two ranks, which begin anew after each failure: that takes minutes.
@@ -28,10 +28,13 @@ def call(name, **arguments):
 ITERATE = call("iterate", seed=SEED, masks=MASKS, passes=st.integers(1, 3))
 STEP = call("step", closed=st.booleans())
 ZERO = call("zero", to_none=st.booleans())
+SUCCEED = call("succeed", is_kept=st.booleans(), is_moved=st.booleans())
+ASK = call("ask_former", call=st.sampled_from(["step", "zero", "load", "reduce", "gather"]))
 TRAINING = [
     st.tuples(ITERATE, STEP).map(list),
     st.tuples(ITERATE, STEP, ZERO).map(list),
     st.tuples(ITERATE, call("measure"), STEP).map(list),
+    st.tuples(ITERATE, SUCCEED, ASK, STEP).map(list),
 ]
 ONE = [
     ITERATE,
@@ -52,14 +55,16 @@ ONE = [
     st.one_of(
         call("freeze", index=INDEX),
         call("give_lr", lr=st.sampled_from([0.01, 0.1])),
-        call("fail", kind=st.sampled_from(["group", "short", "lost"])),
         call("fail_in_backward", seed=SEED, masks=MASKS, at=INDEX),
         call("fail_again", seed=SEED, masks=MASKS),
     ),
+    call("fail"),
+    call("replace", names=st.sampled_from([(), NATIVE[:1], NATIVE[1:], NATIVE])),
+    st.one_of(call("leave_out"), SUCCEED, ASK),
 ]
-CALLS = st.lists(st.one_of(*TRAINING, *(one.map(lambda c: [c]) for one in ONE)), max_size=14).map(
-    lambda parts: [each for part in parts for each in part]
-)
+CALLS = st.lists(
+    st.one_of(*TRAINING, *(one.map(lambda c: [c]) for one in ONE)), min_size=4, max_size=14
+).map(lambda parts: [each for part in parts for each in part])
 SPECS = st.fixed_dictionaries(
     {
         "family": st.sampled_from(list(FAMILIES)),
@@ -84,7 +89,7 @@ def test_sequences_agree_with_the_model(ranks, request):
     run = request.getfixturevalue(ranks)
 
     @settings(
-        max_examples=EXAMPLES or 100,
+        max_examples=EXAMPLES or 60,
         derandomize=not EXAMPLES,
         deadline=None,
         database=None,
