@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from ci import workspace  # noqa: E402
+from ci import launches, workspace  # noqa: E402
 from ci.workspace import tomllib  # noqa: E402
 
 LIST = ROOT / "ci" / "plants.toml"
@@ -50,6 +50,7 @@ class Plant:
     breaks: str
     op: str
     each_op: bool = False
+    way: str = ""
 
     def apply(self, root: Path) -> None:
         """Write the fault into the tree at ``root``.
@@ -80,11 +81,19 @@ def ops_of(engine: str) -> list[str]:
     return sorted(found & set(workspace.ops()))
 
 
+def on_every_op() -> Iterator[tuple[Plant, str]]:
+    """Yield faults and all ops of their engines but those that do not go the fault's way."""
+    unseen = {(op, way) for (op, _), ways in launches.accepted_ways().items() for way in ways}
+    for plant in plants():
+        if plant.each_op:
+            yield from ((plant, op) for op in ops_of(plant.engine) if (op, plant.way) not in unseen)
+
+
 def wanted(words: list[str]) -> Iterator[tuple[Plant, str]]:
     """Yield faults and the ops that they are tried on; exit where a name is unknown."""
     known = plants()
     if words == ["every"]:
-        yield from ((p, op) for p in known if p.each_op for op in ops_of(p.engine))
+        yield from on_every_op()
         return
     unknown = [word for word in words if word not in {p.name for p in known}]
     if unknown:
@@ -114,7 +123,8 @@ def try_plant(plant: Plant, op: str) -> bool:
     shutil.copy2(ROOT / plant.file, path)
     plant.apply(COPY)
     sources = os.pathsep.join(str(COPY / "packages" / p / "src") for p in workspace.PACKAGES)
-    command = [sys.executable, "ci/emulate.py", op, "-x", "--no-header", "--tb=no"]
+    # One process: the first failure mostly comes before a second one has imported torch.
+    command = [sys.executable, "ci/emulate.py", op, "-x", "-n", "0", "--no-header", "--tb=no"]
     variables = {**os.environ, "PYTHONPATH": sources}
     done = subprocess.run(
         command, cwd=COPY, env=variables, capture_output=True, text=True, check=False, timeout=3600
@@ -130,7 +140,7 @@ def try_plant(plant: Plant, op: str) -> bool:
 def main(*words: str) -> None:
     tries = list(wanted(list(words)))
     copy_tree()
-    missed = []
+    missed, first = [], time.monotonic()
     for plant, op in tries:
         start = time.monotonic()
         is_found = try_plant(plant, op)
@@ -139,8 +149,13 @@ def main(*words: str) -> None:
         print(f"{verdict}: {plant.name} on {op}, {minutes:.1f} min: {plant.breaks}", flush=True)
         if not is_found:
             missed.append(plant.name)
-    print(f"{len(tries) - len(missed)} of {len(tries)} found")
+    print(figure(len(tries) - len(missed), len(tries), time.monotonic() - first))
     sys.exit(bool(missed))
+
+
+def figure(found: int, tried: int, seconds: float) -> str:
+    """``37 of 38 found (97 %) in 41 min``."""
+    return f"{found} of {tried} found ({100 * found // max(tried, 1)} %) in {seconds / 60:.0f} min"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import pytest
 from environments import ROOT
 
 from ci import workspace
-from ci.plants import CALLS, Plant, ops_of, plants, wanted
+from ci.launches import KERNELS
+from ci.plants import CALLS, Plant, figure, on_every_op, ops_of, plants, wanted
 
 PLANTS = plants()
 
@@ -21,11 +22,23 @@ def test_text_is_there_once(plant):
 def test_every_engine_has_three_and_every_op_too():
     counts = Counter(p.engine for p in PLANTS)
     assert all(counts[engine] >= 3 for engine in CALLS)
-    of_op = Counter(op for p in PLANTS if p.each_op for op in ops_of(p.engine))
+    of_op = Counter(op for _, op in on_every_op())
     with_engines = {op for engine in CALLS for op in ops_of(engine)}
     assert {op for op in with_engines if of_op[op] < 3} == set()
     # The rest have kernels of their BLAS library.
     assert set(workspace.ops()) - with_engines == {"dense_blaslt", "weight_gradient"}
+
+
+def test_an_op_that_does_not_go_a_faults_way_is_left_out():
+    assert {p.way for p in PLANTS} - {""} <= set().union(*(named for _, named in KERNELS.values()))
+    tries = {(p.name, op) for p, op in on_every_op()}
+    assert ("row-rest", "focal_loss") in tries
+    assert ("row-rest", "fused_bias_swiglu") not in tries
+    assert ("row-block", "fused_bias_swiglu") in tries
+
+
+def test_the_figure_at_the_end():
+    assert figure(37, 38, 2400) == "37 of 38 found (97 %) in 40 min"
 
 
 def test_a_text_that_is_gone_is_refused(tmp_path):
