@@ -96,9 +96,13 @@ def _command(*words: object) -> str:
     return shlex.join(map(str, words)).replace("$", "$$")
 
 
+def _launcher() -> list[str]:
+    """What runs the compiler: a cache of compilations, such as ccache, or nothing."""
+    return shlex.split(os.environ.get("APEX_COMPILER_LAUNCHER", ""))
+
+
 def _rules(target: Target, portable: bool) -> list[str]:
-    launcher = shlex.split(os.environ.get("APEX_COMPILER_LAUNCHER", ""))
-    compiler = _command(*launcher, *toolchain.compiler_for(target.backend))
+    compiler = _command(*_launcher(), *toolchain.compiler_for(target.backend))
     flags = toolchain.compile_flags(target) + toolchain.include_flags(target)
     compile_rule = _command(*flags)
     link_words = toolchain.link_flags(target)
@@ -138,7 +142,7 @@ def _emulator_rules() -> list[str]:
             "APEX_EMULATE is set, but the emulated GPU is a tool for tests that no wheel brings. "
             "Unset it, or work in a checkout."
         )
-    compile_rule = _command(*toolchain.find_cxx(), *toolchain.emulator_flags())
+    compile_rule = _command(*_launcher(), *toolchain.find_cxx(), *toolchain.emulator_flags())
     return [
         "rule emulator",
         f"  command = {compile_rule} -MMD -MF $out.d -c $in -o $out",

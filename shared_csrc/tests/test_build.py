@@ -146,6 +146,7 @@ def test_a_launcher_starts_the_compilers_of_all_backends(op, launcher, tmp_path,
     assert build.build([op], [CPU], tmp_path / "out", package="apex.test")[CPU].is_file()
     launched = set((tmp_path / "launched").read_text().split())
     assert launched == set(toolchain.find_cxx())
+    assert any(f"{launcher}' " in line for line in build._emulator_rules())  # compiled for each op
 
 
 def test_a_compiler_may_be_a_path_with_spaces(launcher, monkeypatch):
