@@ -1,6 +1,7 @@
 // Registers transducer_joint: checks, types and launches; the mathematics is in transducer_joint.h.
 #include "transducer_joint.h"
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -86,7 +87,11 @@ Tensor forward(const Tensor& f, const Tensor& g, const Tensor& f_len, const Tens
   const uint8_t* mask = mask_of(op, keep, cells, f);
   Tensor h = empty(f, sizes_of(cells, f), f.scalar_type());
   // On a CPU a thread takes all labels of a frame, which are short rows; a GPU needs the rows.
-  const int64_t cells_in_row = f.is_cpu() && cells.width > 0 ? cells.width : 1;
+#if defined(APEX_CPU)
+  const int64_t cells_in_row = std::max<int64_t>(cells.width, 1);
+#else
+  const int64_t cells_in_row = 1;
+#endif
   Context context(f);
   dispatch_floating(op, f.scalar_type(), [&]<class S>() {
     using T = compute_t<S>;

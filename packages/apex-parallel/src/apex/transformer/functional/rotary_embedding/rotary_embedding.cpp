@@ -51,12 +51,12 @@ TableRow table_row(const char* op, const Places& places, const NamedTensor& tabl
   }
   check_like(op, {"positions", places.positions}, sequence, ScalarType::Long, tokens);
   const int64_t* positions = data<int64_t>(*places.positions, "positions");
-  if (x.is_cpu()) {
-    for (int64_t i = 0; i < sequence; ++i) {
-      check(positions[i] >= 0 && positions[i] < rows, op, ": positions: position ", positions[i],
-            " of token ", i, " has no row in a table of ", rows, ".");
-    }
+#if defined(APEX_CPU)  // a GPU would have to be waited for
+  for (int64_t i = 0; i < sequence; ++i) {
+    check(positions[i] >= 0 && positions[i] < rows, op, ": positions: position ", positions[i],
+          " of token ", i, " has no row in a table of ", rows, ".");
   }
+#endif
   return {positions, 1, std::numeric_limits<int64_t>::max(), rows};
 }
 
@@ -80,7 +80,11 @@ void rotate(const char* op, const NamedTensor& tokens, const Tables& tables, con
   const TableRow table = table_row(op, places, tables.cos, tokens);
   if (x.numel() == 0) return;
   // On a CPU a thread takes all heads of a token, whose angles are the same; a GPU needs the rows.
-  const int64_t heads_in_row = x.is_cpu() ? x.size(1) : 1;
+#if defined(APEX_CPU)
+  const int64_t heads_in_row = x.size(1);
+#else
+  const int64_t heads_in_row = 1;
+#endif
   const int64_t rows = x.size(0) * x.size(2) * (x.size(1) / heads_in_row);
   Context context(x);
   auto run = [&]<class S, class C>() {
