@@ -6,7 +6,7 @@ import sys
 import pytest
 from environments import ROOT, run
 
-from ci import launches
+from ci import emulate, launches
 from ci.emulate import find_ops
 from ci.launches import FOLDER, Launch, accepted_ways, report, ways
 from ci.workspace import PACKAGES
@@ -83,6 +83,31 @@ def test_exceptions_need_a_reason_and_go_when_they_are_not_needed(noted, tmp_pat
     assert noted(LINES[:3], exceptions=entry) == []
     (stale,) = noted(LINES, exceptions=entry)
     assert "accepts what was compared: a row a block of 128" in stale
+
+
+@pytest.mark.parametrize("sample", ["", "1"])
+@pytest.mark.parametrize(
+    ("words", "missing", "code"),
+    [
+        ((), [], 0),
+        ((), ["a way"], 1),
+        (("focal_loss",), ["a way"], 1),
+        (("focal_loss", "-x"), ["a way"], 0),
+    ],
+)
+def test_a_missing_way_fails_everywhere(monkeypatch, capsys, sample, words, missing, code):
+    """In .ci/run too; where pytest is told to run less, it is only printed."""
+    for name in ("APEX_CACHE_DIR", "MAX_JOBS", "APEX_EMULATE_BLASLT"):
+        monkeypatch.setenv(name, "")  # so that the variables are as before afterwards
+    monkeypatch.setenv("APEX_CI_SAMPLE", sample)
+    monkeypatch.setattr(emulate, "build_op", lambda named: None)
+    monkeypatch.setattr(emulate, "build_fake_blaslt", lambda: "blaslt.so")
+    monkeypatch.setattr(emulate, "run_pytest", lambda environment, *arguments: 0)
+    monkeypatch.setattr(launches, "report", lambda folder, ops: missing)
+    with pytest.raises(SystemExit) as ended:
+        emulate.main(*words)
+    assert int(ended.value.code) == code
+    assert all(text in capsys.readouterr().out for text in missing)
 
 
 def test_exceptions_of_the_tree_name_ops_kernels_and_ways():

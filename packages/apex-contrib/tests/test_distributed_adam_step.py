@@ -102,17 +102,31 @@ def test_halves(device):
     assert ((high.double() - values).abs() <= bound)[4:].all()
 
 
+def largest_of(values):
+    """Of every tensor, the largest new parameter, exp_avg and exp_avg_sq."""
+    rows = []
+    for before in zip(*values, strict=True):
+        results = [adam(*(x.double() for x in before), True, 1.0, n).abs() for n in range(3)]
+        rows.append(torch.stack([r.max() if r.numel() else r.sum() for r in results]))
+    return torch.stack(rows)
+
+
+def test_peaks_of_several_chunks(device):
+    """A chunk has 65,536 elements: the largest one is alone in its chunk."""
+    values = make([5, 65_537], device, *[torch.bfloat16] * 4)
+    for each, largest in zip(values, (128, 1024, 256, 65_536), strict=True):
+        each[1][-1] = largest
+    peaks = distributed_adam_peaks(*values, None, None, None, None, *NUMBERS, True)
+    torch.testing.assert_close(peaks, largest_of(values), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", STORED[1:], ids=str)
 def test_peaks_and_scales(dtype, device):
     values = make([300, 5, 0], device, *[torch.float32] * 4)
     values[1] = [g * 1e-8 for g in values[1]]
     values[3] = [v * 1e-14 for v in values[3]]
     peaks = distributed_adam_peaks(*values, None, None, None, None, *NUMBERS, True)
-    for i, before in enumerate(zip(*values, strict=True)):
-        for number in range(3):
-            expected = adam(*(x.double() for x in before), True, 1.0, number).abs()
-            expected = expected.max().item() if expected.numel() else 0.0
-            assert abs(peaks[i, number].item() - expected) <= 1e-6 * expected
+    torch.testing.assert_close(peaks, largest_of(values), rtol=1e-6, atol=0)
     scales = scales_for(peaks, dtype)
     stored = peaks / scales
     assert torch.equal(torch.exp2(torch.log2(scales).round()), scales)

@@ -74,6 +74,16 @@ def test_merge(dtype, device):
     assert_as_accurate_as(reference, actual, torch.cat(parts), ulps=ulps_of_sum(dtype))
 
 
+def test_merge_of_many(device):
+    """A GPU merges them in more than eight splits."""
+    x = torch.randn(1185, 4, 7, device=device)
+    mean, var = x.mean(1), x.var(1, unbiased=False)
+    count = torch.full((1185,), 4, device=device)
+    reference = lambda x: (x.mean(0), x.var(0), (x.var(0, unbiased=False) + 1e-3).rsqrt())
+    actual = ops.merge(mean, var, count, 1e-3)
+    assert_as_accurate_as(reference, actual, x.flatten(0, 1), ulps=ulps_of_sum(torch.float32))
+
+
 @DTYPE
 @GRID
 @pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])

@@ -35,6 +35,14 @@ def test_wide_rows(dtype, device):
     assert_as_accurate_as(oracle, retained_magnitude(magnitudes, fours).to(dtype), magnitudes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_begin_with_a_pack_and_end_within_one(dtype, device):
+    magnitudes = torch.rand(25, 13, device=device).to(dtype)
+    fours = torch.tensor([[0, 8, 16, 24], [1, 8, 3, 0]], device=device)
+    oracle = lambda magnitudes: magnitudes[fours].topk(2, dim=1).values.sum(1).sum(-1)
+    assert_as_accurate_as(oracle, retained_magnitude(magnitudes, fours).to(dtype), magnitudes)
+
+
 def test_operator_is_a_good_citizen(device):
     fours = torch.tensor([[0, 1, 2, 3], [7, 1, 0, 5]], device=device)
     samples = [(torch.rand(8, 5, device=device), f) for f in (fours, fours[:0])]

@@ -55,7 +55,8 @@ def high_bytes(x):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_step_is_as_accurate_as_plain(dtype, narrow, device):
     wide = dtype if narrow or dtype == torch.float64 else torch.float32
-    params, grads = randoms(device, dtype), randoms(device, dtype)
+    sizes = (5, 0, 130, 20_001)  # a GPU's block takes 16,384 elements at most
+    params, grads = randoms(device, dtype, sizes), randoms(device, dtype, sizes)
     start = [p.clone() for p in params]
     lists = (params, grads, zeros(params, wide), zeros(params, wide), [])
     norm = torch.cat(grads).double().norm().reshape(1)
@@ -99,6 +100,20 @@ def test_copies_passes_and_numbers_on_the_device(dtype, device):
     for param, written in zip(params, copies, strict=True):
         expected = high_bytes(param) if dtype == torch.uint8 else param.to(dtype)
         assert torch.equal(written, expected)
+
+
+def test_norms_of_several_chunks(device):
+    """A chunk has 65,536 elements: a large one is alone in its chunk."""
+    params, grads = (randoms(device, torch.bfloat16, (5, 65_537)) for _ in range(2))
+    params[1][-1] = 1024
+    moments = (zeros(params, torch.bfloat16), zeros(params, torch.bfloat16))
+    squares = torch.zeros(2, 2, dtype=torch.float64, device=device)
+    lamb_step(params, grads, *moments, [], *hyper(), squares, 1)
+    # The first step's update is the gradient's sign, and the decay.
+    updates = [g.double().sign() + 0.1 * p.double() for p, g in zip(params, grads, strict=True)]
+    pairs = zip(params, updates, strict=True)
+    rows = [torch.stack([t.double().square().sum() for t in pair]) for pair in pairs]
+    torch.testing.assert_close(squares, torch.stack(rows), rtol=2**-7, atol=0)
 
 
 def test_bad_lists(device):

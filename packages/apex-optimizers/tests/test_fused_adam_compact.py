@@ -210,6 +210,21 @@ def test_peaks_and_scales(device):
     assert scales.log2().frac().eq(0).all()
 
 
+def test_peaks_of_several_chunks(device):
+    """A chunk has 65,536 elements: the largest one is alone in its chunk."""
+    values, (grads, firsts, seconds, _) = make([5, 65_537], device, torch.bfloat16)
+    seconds = [s.abs() for s in seconds]
+    for each, largest in ((grads, 1024), (firsts, 256), (seconds, 4096)):
+        each[1][-1] = largest
+    hyper = (0.1, 0.9, 0.999, 1e-8, 0.1, 1, True, True, 1.0)
+    peaks = adam_compact_peaks(values, grads, firsts, seconds, [], None, *hyper)
+    for own, *given in zip(peaks, grads, firsts, seconds, strict=True):
+        g, m, v = (t.double() for t in given)
+        expected = (0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g)
+        expected = torch.stack([t.abs().max() for t in expected])
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=0)
+
+
 def test_ops_pass_opcheck(device):
     values, (grads, firsts, seconds, *_) = make([5, 130], device, torch.bfloat16)
     # Not float8_e4m3fn, which the tools of opcheck cannot multiply.

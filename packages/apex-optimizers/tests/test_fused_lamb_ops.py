@@ -72,6 +72,20 @@ def test_pass_by_pass_is_the_whole_step(dtype, halves, device):
         assert all(map(torch.equal, expected, actual))
 
 
+def test_norms_of_several_chunks(device):
+    """A chunk has 65,536 elements: a large one is alone in its chunk."""
+    params, grads, firsts, seconds, _ = lists(device, torch.bfloat16, sizes=(5, 65_537))
+    params[1][-1] = 1024
+    moments = [[torch.zeros_like(t) for t in own] for own in (firsts, seconds)]
+    squares = torch.zeros(2, 2, device=device, dtype=torch.float64)
+    lamb_step(params, grads, *moments, [], *hyper(step=1), squares, 1)
+    # The first step's update is the gradient's sign, and the decay.
+    updates = [g.double().sign() + 0.1 * p.double() for p, g in zip(params, grads, strict=True)]
+    pairs = zip(params, updates, strict=True)
+    rows = [torch.stack([t.double().square().sum() for t in pair]) for pair in pairs]
+    torch.testing.assert_close(squares, torch.stack(rows), rtol=2**-7, atol=0)
+
+
 def test_passes_that_do_not_exist(device):
     own = lists(device)
     squares = torch.zeros(3, 2, device=device, dtype=torch.float64)

@@ -74,6 +74,16 @@ def test_norms_are_a_vector_per_kind_of_parameter(device):
     assert [n.tolist() for n in narrow] == [[], [2.0]]
 
 
+def test_the_norm_of_several_chunks(device):
+    """A chunk has 65,536 elements: a large one is alone in its chunk."""
+    grad = torch.randn(65_537, device=device).bfloat16()
+    grad[-1] = 1024
+    param = torch.nn.Parameter(torch.zeros_like(grad))
+    optimizer = run_steps(FusedNovoGrad, [param], [[grad]])
+    (norm,) = optimizer.param_groups[0]["exp_avg_sq"][0]
+    torch.testing.assert_close(norm.double(), grad.double().norm(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("options", [{}, {"init_zero": True, "norm_type": 0}], ids=str)
 def test_each_parameters_first_gradient_starts_its_norm(options, device):
     hyper = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.7), **options}
