@@ -5,8 +5,8 @@ python ci/plants.py NAME...    some of them
 python ci/plants.py every      those that are marked so, on every op of their engine
 
 A copy of the tree in .nox/plants gets the fault. The op is built there for the emulator, and its
-tests run until the first one fails, as `nox -s emulate -- OP` runs them. Exits 1 if a fault was
-not found.
+tests run until the first one fails, as `nox -s emulate -- OP` runs them. Before that they must pass
+without a fault. Exits 1 if a fault was not found.
 """
 
 import os
@@ -102,12 +102,21 @@ def wanted(words: list[str]) -> Iterator[tuple[Plant, str]]:
     yield from ((p, p.op) for p in known if not words or p.name in words)
 
 
+def put(name: Path | str) -> None:
+    """Copy a file where it differs: newer, then, than all that was built with a fault in it."""
+    path, copied = ROOT / name, COPY / name
+    if copied.is_file() and copied.read_bytes() == path.read_bytes():
+        return
+    copied.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, copied, follow_symlinks=False)
+    if not copied.is_symlink():
+        shutil.copymode(path, copied)
+
+
 def copy_tree() -> None:
     """Copy what git tracks or would; what was built there before stays, and saves time."""
     for path in workspace.files():
-        copied = COPY / path.relative_to(ROOT)
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, copied, follow_symlinks=False)
+        put(path.relative_to(ROOT))
     # What the tree's files are, its scripts ask git.
     subprocess.run(["git", "init", "--quiet", str(COPY)], check=True, timeout=60)
     for package in workspace.PACKAGES:  # links to folders are no files
@@ -117,30 +126,44 @@ def copy_tree() -> None:
                 copied.symlink_to(os.readlink(link))
 
 
-def try_plant(plant: Plant, op: str) -> bool:
-    """Whether the tests of an op with the fault fail; raise where they do not get so far."""
-    path = COPY / plant.file
-    shutil.copy2(ROOT / plant.file, path)
-    plant.apply(COPY)
+def failure(*ops: str) -> str:
+    """Run the ops' emulated tests in the copy; return what they print if one fails, else nothing.
+
+    In one process: the first failure mostly comes before a second one has imported torch.
+    """
     sources = os.pathsep.join(str(COPY / "packages" / p / "src") for p in workspace.PACKAGES)
-    # One process: the first failure mostly comes before a second one has imported torch.
-    command = [sys.executable, "ci/emulate.py", op, "-x", "-n", "0", "--no-header", "--tb=no"]
+    command = [sys.executable, "ci/emulate.py", *ops, "-x", "-n", "0", "--no-header", "--tb=no"]
     variables = {**os.environ, "PYTHONPATH": sources}
     done = subprocess.run(
         command, cwd=COPY, env=variables, capture_output=True, text=True, check=False, timeout=3600
     )
-    shutil.copy2(ROOT / plant.file, path)
     if done.returncode == 0:
-        return False
+        return ""
     if not re.search(r"^\d+ failed", done.stdout, re.MULTILINE):
-        sys.exit(f"{plant.name}: no test of {op} ran:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return True
+        sys.exit(f"no test of {ops} ran:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return done.stdout[-3000:]
+
+
+def try_plant(plant: Plant, op: str) -> bool:
+    """Whether the tests of an op with the fault fail; exit where they do not get so far."""
+    put(plant.file)
+    plant.apply(COPY)
+    is_found = bool(failure(op))
+    put(plant.file)
+    return is_found
+
+
+def check_without_faults(ops: list[str]) -> None:
+    """Exit if a test fails anyhow: it would find every fault."""
+    if text := failure(*ops):
+        sys.exit(f"without a fault, tests of {', '.join(ops)} fail:\n{text}")
 
 
 def main(*words: str) -> None:
     tries = list(wanted(list(words)))
-    copy_tree()
     missed, first = [], time.monotonic()
+    copy_tree()
+    check_without_faults(sorted({op for _, op in tries}))
     for plant, op in tries:
         start = time.monotonic()
         is_found = try_plant(plant, op)

@@ -1,10 +1,12 @@
 """The list of planted faults fits the tree, and has enough for every engine."""
 
+import os
 from collections import Counter
 
 import pytest
 from environments import ROOT
 
+from ci import plants as plants_module
 from ci import workspace
 from ci.launches import KERNELS
 from ci.plants import CALLS, Plant, figure, on_every_op, ops_of, plants, wanted
@@ -48,6 +50,30 @@ def test_a_text_that_is_gone_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"found it {count} times"):
             plant.apply(tmp_path)
     assert (tmp_path / "a.h").read_text() == "one one"
+
+
+def test_a_file_without_its_fault_is_newer_than_what_was_built_with_it(tmp_path, monkeypatch):
+    """ninja would not build it again otherwise."""
+    source, copied = tmp_path / "tree" / "a.h", tmp_path / "copy" / "a.h"
+    source.parent.mkdir()
+    source.write_text("right")
+    os.utime(source, (1, 1))
+    times = []
+    for name, folder in (("ROOT", source), ("COPY", copied)):
+        monkeypatch.setattr(plants_module, name, folder.parent)
+    monkeypatch.setattr(
+        plants_module, "failure", lambda op: times.append(copied.stat().st_mtime_ns) or "1 failed"
+    )
+    assert plants_module.try_plant(Plant("n", "rowwise", "a.h", "right", "wrong", "", "op"), "op")
+    assert copied.read_text() == "right"
+    assert copied.stat().st_mtime_ns > times[0] > 2 * 10**9
+
+
+def test_tests_that_fail_anyhow_are_no_find(monkeypatch):
+    monkeypatch.setattr(plants_module, "copy_tree", lambda: None)
+    monkeypatch.setattr(plants_module, "failure", lambda *ops: "1 failed")
+    with pytest.raises(SystemExit, match="without a fault, tests of focal_loss fail:\n1 failed"):
+        plants_module.main("row-rest")
 
 
 def test_an_unknown_name_is_refused():
