@@ -201,3 +201,26 @@ def test_closure_missing_gradients_and_bad_arguments(device):
         FP16_Optimizer(optimizer.optimizer, dynamic_loss_args={"init_scale": 4})
     with pytest.raises(ValueError, match="static_loss_scale must be > 0"):
         FP16_Optimizer(optimizer.optimizer, static_loss_scale=0)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_the_older_of_two_over_one_parameter_is_refused(name):
+    def step(optimizer):
+        optimizer.zero_grad()
+        optimizer.backward(model[0].sum() + model[1].sum())
+        optimizer.step()
+
+    model = [torch.ones(3).half().requires_grad_() for _ in "ab"]
+    old = FP16_Optimizer(INNER[name](model))
+    step(old)
+    new = FP16_Optimizer(INNER[name](model[1:]))
+    step(new)
+    before = [(p.detach().clone(), p.grad.clone()) for p in model]
+    for use in (lambda: old.backward(model[0].sum()), old.step):
+        with pytest.raises(RuntimeError, match="belong to a newer FP16_Optimizer, which was built"):
+            use()
+    for param, (value, grad) in zip(model, before, strict=True):
+        assert torch.equal(param, value)
+        assert torch.equal(param.grad, grad)
+    step(new)
+    assert model[1][0] < before[1][0][0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..amp._shared.native.master_owners import claim
 from ..amp.casting.casts import HALVES
 
 
@@ -24,6 +25,7 @@ def add_masters(self: Any) -> None:
     model_params = dict(zip(self.all_fp32_from_fp16_params, self.all_fp16_params, strict=True))
     known_fp32 = set(self.all_fp32_from_fp32_params)
     self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups = [], [], []
+    without_masters = []
     for group in self.optimizer.param_groups:
         fp16, from_fp16, from_fp32 = [], [], []
         for i, param in enumerate(group["params"]):
@@ -35,6 +37,7 @@ def add_masters(self: Any) -> None:
             elif param.requires_grad:
                 param.grad = None
                 if param.dtype in HALVES:
+                    without_masters.append(param)
                     fp16.append(param)
                     from_fp16.append(_put_master(self, group["params"], i))
                 else:
@@ -45,6 +48,7 @@ def add_masters(self: Any) -> None:
     self.all_fp16_params = list(chain(*self.fp16_groups))
     self.all_fp32_from_fp16_params = list(chain(*self.fp32_from_fp16_groups))
     self.all_fp32_from_fp32_params = list(chain(*self.fp32_from_fp32_groups))
+    claim(self, without_masters)
     if self.optimizer.state:  # in the dtype of the parameters, which has changed
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ..amp._shared.native.master_owners import check_owner
 from ..amp.masters.checks import is_optimizer
 from ..amp.scaler import LossScaler
 from . import _optimizer_state
@@ -44,7 +45,8 @@ class FP16_Optimizer:
             parameters of the model, their masters, and float32 parameters.
         all_fp16_params, all_fp32_from_fp16_params, all_fp32_from_fp32_params: the same, flat.
 
-    A call that raises changes nothing.
+    A call that raises changes nothing. Of two over the same 16-bit parameters only the newer one
+    can be used: each would overwrite the model with masters of its own.
 
     Raises:
         TypeError: ``init_optimizer`` is not an optimizer, or a parameter has another dtype.
@@ -115,6 +117,7 @@ class FP16_Optimizer:
                 a step, False saves its work in all but the last; the sum is the same.
             retain_graph: as for ``Tensor.backward``.
         """
+        check_owner(self, "FP16_Optimizer.backward")
         adopt_unfrozen(self)
         rescale_grads(self)
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)
@@ -126,6 +129,7 @@ class FP16_Optimizer:
 
         Sets ``overflow``, and adapts a dynamic loss scale. Clip gradients after this.
         """
+        check_owner(self, "FP16_Optimizer.update_master_grads")
         self.loss_scaler.clear_overflow_state()
         unscale_grads(self)
         self.overflow = self.loss_scaler.update_scale()
@@ -173,8 +177,10 @@ class FP16_Optimizer:
             What the wrapped optimizer's step returns; None after an overflow.
 
         Raises:
-            RuntimeError: ``closure`` overflows at every loss scale.
+            RuntimeError: ``closure`` overflows at every loss scale; or a newer ``FP16_Optimizer``
+                was built over 16-bit parameters of this one, as for :meth:`backward`.
         """
+        check_owner(self, "FP16_Optimizer.step")
         if self.overflow:
             self.maybe_print(
                 f"FP16_Optimizer: gradient overflow, skipping this step; the loss scale is now "

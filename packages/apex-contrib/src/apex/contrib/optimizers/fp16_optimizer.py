@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._shared.native.master_owners import check_owner, claim
 from .fused_adam import FusedAdam, norm_of
 from .fused_sgd import FusedSGD
 
@@ -22,7 +23,8 @@ class FP16_Optimizer:
     Use :class:`torch.amp.GradScaler`, or :class:`apex.fp16_utils.FP16_Optimizer`. The contrib
     :class:`FusedAdam` and :class:`FusedSGD` take the scaled gradients and write the model's
     parameters in the launch of their step. Every other optimizer takes unscaled float32 gradients
-    of the masters, whose new values are then copied to the model.
+    of the masters, whose new values are then copied to the model. Of two over the same parameters
+    only the newer one can be used: each would overwrite the model with masters of its own.
 
     Args:
         init_optimizer: an optimizer over the model's parameters. Its groups hold the masters
@@ -70,6 +72,7 @@ class FP16_Optimizer:
         self.cur_iter, self.last_overflow_iter = 0, -1
         self.cur_scale = 2.0**16 if dynamic_loss_scale else static_loss_scale
         self.scale_factor, self.scale_window = 2.0, 1000
+        claim(self, (param for group in self.fp16_groups for param in group))
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Set the model's gradients to None, or to zero."""
@@ -81,6 +84,7 @@ class FP16_Optimizer:
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of ``loss``, in float32 times the loss scale."""
+        check_owner(self, "FP16_Optimizer.backward")
         (loss.float() * self.cur_scale).backward()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -93,7 +97,11 @@ class FP16_Optimizer:
 
         Returns:
             What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a newer ``FP16_Optimizer`` was built over parameters of this one.
         """
+        check_owner(self, "FP16_Optimizer.step")
         loss = closure() if closure is not None else None
         grads = [[param.grad for param in group] for group in self.fp16_groups]
         norms = self._norms(grads)
