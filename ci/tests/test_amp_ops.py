@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from apex.amp import _amp_state
-from apex.amp._amp_state import AmpState
+from apex_testkit.fresh_amp import fresh_amp  # noqa: F401  (fixture)
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "moving-amp.md"
 LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
@@ -222,15 +221,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh_amp():
-    yield
-    if hasattr(_amp_state, "handle"):
-        _amp_state.handle._deactivate()
-    _amp_state.__dict__.clear()
-    _amp_state.__dict__.update(AmpState().__dict__)
-
-
 def test_the_table_has_every_op():
     assert sorted(table()) == sorted(CASES)
     assert set(table().values()) <= set(RESULTS)
@@ -257,7 +247,7 @@ def test_norms_tell_amp_from_an_autocast_of_the_script(compiled):
     assert call(x).dtype is torch.float32
     with amp.disable_casts(), torch.autocast("cpu", torch.bfloat16):
         assert norm(x).dtype is torch.bfloat16
-    _amp_state.handle._deactivate()
+    amp._amp_state.handle._deactivate()
     with torch.autocast("cpu", torch.bfloat16):
         assert call(x).dtype is torch.bfloat16
 

@@ -7,20 +7,11 @@ from pathlib import Path
 import pytest
 
 from apex import amp
-from apex.amp._amp_state import AmpState, _amp_state
+from apex_testkit.fresh_amp import fresh_amp  # noqa: F401  (fixture)
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "moving-amp.md"
 TEXT = GUIDE.read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_amp():
-    yield
-    if hasattr(_amp_state, "handle"):
-        _amp_state.handle._deactivate()
-    _amp_state.__dict__.clear()
-    _amp_state.__dict__.update(AmpState().__dict__)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(1, len(BLOCKS) + 1))

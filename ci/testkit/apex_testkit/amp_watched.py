@@ -6,9 +6,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from apex import amp
 from apex.amp import _amp_state
-from apex.amp._amp_state import AmpState
 
 from .amp_model import MOMENTUM, Layer, Net, Plain, PlainScaler, same
+from .fresh_amp import reset_amp
 
 HALVES = {"O2": torch.float16, "O5": torch.bfloat16}
 SPECS = st.fixed_dictionaries(
@@ -58,10 +58,7 @@ class Watched(RuleBasedStateMachine):
         self.saved, self.paused = None, False
 
     def teardown(self):
-        if hasattr(_amp_state, "handle"):
-            _amp_state.handle._deactivate()
-        _amp_state.__dict__.clear()
-        _amp_state.__dict__.update(AmpState().__dict__)
+        reset_amp()
 
     # What is looked at.
 
