@@ -58,7 +58,8 @@ MODULES = {
     "fp16_utils.loss_scaler": "LossScaler DynamicLossScaler to_python_float",
     "fp16_utils.fp16util": "tofp16 BN_convert_float network_to_half convert_module "
     "convert_network FP16Model backwards_debug_hook prep_param_lists clip_grad_norm "
-    "model_grads_to_master_grads master_params_to_model_params to_python_float",
+    "model_grads_to_master_grads master_params_to_model_params to_python_float "
+    "TORCH_MAJOR TORCH_MINOR",
 }
 SIGNATURES = {
     "amp.scale_loss": "loss optimizers loss_id=0 model=None delay_unscale=False "

@@ -17,6 +17,8 @@ from ._master_lists import (
 from .loss_scaler import to_python_float
 
 __all__ = [
+    "TORCH_MAJOR",
+    "TORCH_MINOR",
     "BN_convert_float",
     "FP16Model",
     "backwards_debug_hook",
@@ -30,6 +32,9 @@ __all__ = [
     "to_python_float",
     "tofp16",
 ]
+
+TORCH_MAJOR, TORCH_MINOR = map(int, torch.__version__.split(".")[:2])
+"""The version of torch: 2 and 13 of ``2.13.0+cpu``."""
 
 
 class tofp16(nn.Module):

@@ -12,13 +12,24 @@ from .._shared.native.named_functions import NamedFunction
 from ..group_batch_norm.over_group import group_batch_norm, group_of, momentum_now
 
 __all__ = [
+    "IS_ROCM_PYTORCH",
     "BatchNorm2d_NHWC",
     "bn_NHWC_impl",
     "bn_addrelu_NHWC_impl",
     "check_and_convert_channels_last",
+    "check_if_rocm_pytorch",
 ]
 
 NAME = "BatchNorm2d_NHWC"
+
+
+def check_if_rocm_pytorch() -> bool:
+    """Whether torch is built for AMD GPUs."""
+    return torch.version.hip is not None
+
+
+IS_ROCM_PYTORCH = check_if_rocm_pytorch()
+"""The same, as it was at import."""
 
 
 def check_and_convert_channels_last(tensor: Tensor, torch_channels_last: bool) -> Tensor:

@@ -15,6 +15,8 @@ from . import checked_rope
 __all__ = [
     "AITER_ROPE_BACKEND",
     "IS_ROCM_PYTORCH",
+    "TORCH_MAJOR",
+    "TORCH_MINOR",
     "USE_ROCM_AITER_ROPE_BACKEND",
     "FusedRoPE2DFunc",
     "FusedRoPE2DFuncAiter",
@@ -28,13 +30,23 @@ __all__ = [
     "FusedRoPETHDFunc",
     "FusedRoPETHDFuncAiter",
     "FusedRoPETHDFuncApex",
+    "check_if_rocm_pytorch",
     "fused_apply_rotary_pos_emb",
     "fused_apply_rotary_pos_emb_2d",
     "fused_apply_rotary_pos_emb_cached",
     "fused_apply_rotary_pos_emb_thd",
 ]
 
-IS_ROCM_PYTORCH = torch.version.hip is not None
+TORCH_MAJOR, TORCH_MINOR = map(int, torch.__version__.split(".")[:2])
+"""The version of torch: 2 and 13 of ``2.13.0+cpu``."""
+
+
+def check_if_rocm_pytorch() -> bool:
+    """Whether torch is built for AMD GPUs."""
+    return torch.version.hip is not None
+
+
+IS_ROCM_PYTORCH = check_if_rocm_pytorch()
 """Whether torch is built for AMD GPUs."""
 USE_ROCM_AITER_ROPE_BACKEND = False
 """Always False: these kernels run on AMD GPUs too, so AITER's are not called."""

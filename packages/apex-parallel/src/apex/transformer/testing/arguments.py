@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,8 @@ def parse_args(
         ValueError: an argument is missing, or some do not fit together.
     """
     parser = argparse.ArgumentParser(description="Megatron's arguments", allow_abbrev=False)
-    for title, arguments in GROUPS.items():
-        group = parser.add_argument_group(title=title)
-        for argument in arguments:
-            argument.add_to(group)
+    for title in GROUPS:
+        _add_group(title, parser)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser)
     args = parser.parse_known_args()[0] if ignore_unknown_args else parser.parse_args()
@@ -56,6 +55,32 @@ def parse_args(
     _derive_recomputation(args)
     _print_args(args)
     return args
+
+
+def _add_group(title: str, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group(title=title)
+    for argument in GROUPS[title]:
+        argument.add_to(group)
+    return parser
+
+
+# Apex's names of the groups, for scripts that put together a parser of their own. Each adds one
+# group to the parser that it is given, and returns it.
+_add_network_size_args = partial(_add_group, "network size")
+_add_logging_args = partial(_add_group, "logging")
+_add_inference_args = partial(_add_group, "inference")
+_add_regularization_args = partial(_add_group, "regularization")
+_add_training_args = partial(_add_group, "training")
+_add_initialization_args = partial(_add_group, "initialization")
+_add_learning_rate_args = partial(_add_group, "learning rate")
+_add_checkpointing_args = partial(_add_group, "checkpointing")
+_add_mixed_precision_args = partial(_add_group, "mixed precision")
+_add_distributed_args = partial(_add_group, "distributed")
+_add_validation_args = partial(_add_group, "validation")
+_add_data_args = partial(_add_group, "data and dataloader")
+_add_autoresume_args = partial(_add_group, "autoresume")
+_add_biencoder_args = partial(_add_group, "biencoder")
+_add_vision_args = partial(_add_group, "vision")
 
 
 def _require(condition: object, message: str) -> None:

@@ -30,8 +30,7 @@ _values: dict[str, Any] = {}
 
 
 def _get(name: str) -> Any:
-    if name not in _values:
-        raise RuntimeError(f"{name}: call set_global_variables first")
+    _ensure_var_is_initialized(_values.get(name), name)
     return _values[name]
 
 
@@ -81,28 +80,71 @@ def set_global_variables(
     """
     if _values:
         raise RuntimeError("set_global_variables: it was called before")
-    args = parse_args(extra_args_provider, args_defaults, ignore_unknown_args)
-    found = {
-        "args": args,
-        "num microbatches calculator": build_num_microbatches_calculator(
-            args.rank,
-            args.rampup_batch_size,
-            args.global_batch_size,
-            args.micro_batch_size,
-            args.data_parallel_size,
-        ),
-        "timers": Timers(),
-    }
+    try:
+        args = _parse_args(extra_args_provider, args_defaults, ignore_unknown_args)
+        _build_num_microbatches_calculator(args)
+        _set_tensorboard_writer(args)
+        _set_adlr_autoresume(args)
+        _set_timers()
+    except BaseException:
+        _values.clear()  # so that it can be called again
+        raise
+    return args
+
+
+# The steps of it, by Apex's names, for scripts that take some of them only.
+def _set(name: str, value: Any) -> Any:
+    _ensure_var_is_not_initialized(_values.get(name), name)
+    _values[name] = value
+    return value
+
+
+def _parse_args(
+    extra_args_provider: Callable[..., Any] | None = None,
+    defaults: Mapping[str, Any] = {},
+    ignore_unknown_args: bool = False,
+) -> Any:
+    return _set("args", parse_args(extra_args_provider, defaults, ignore_unknown_args))
+
+
+def _build_num_microbatches_calculator(args: Any) -> None:
+    calculator = build_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+    _set("num microbatches calculator", calculator)
+
+
+def _set_tensorboard_writer(args: Any) -> None:
     if args.tensorboard_dir and args.rank == args.world_size - 1:
         from torch.utils.tensorboard import SummaryWriter
 
-        found["tensorboard writer"] = SummaryWriter(
-            log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
-        )
+        writer = SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+        _set("tensorboard writer", writer)
+
+
+def _set_adlr_autoresume(args: Any) -> None:
     if args.adlr_autoresume:
         sys.path.append(os.environ.get("SUBMIT_SCRIPTS", "."))
         from userlib.auto_resume import AutoResume
 
-        found["adlr autoresume"] = AutoResume()
-    _values.update(found)
-    return args
+        _set("adlr autoresume", AutoResume())
+
+
+def _set_timers() -> None:
+    _set("timers", Timers())
+
+
+def _ensure_var_is_initialized(var: Any, name: str) -> None:
+    """Raise RuntimeError if ``var`` is None."""
+    if var is None:
+        raise RuntimeError(f"{name}: call set_global_variables first")
+
+
+def _ensure_var_is_not_initialized(var: Any, name: str) -> None:
+    """Raise RuntimeError if ``var`` is not None."""
+    if var is not None:
+        raise RuntimeError(f"{name}: it was set before; call set_global_variables once")
