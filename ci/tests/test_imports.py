@@ -11,7 +11,7 @@ BUILDER = ("build", "jit", "targets", "toolchain", "switches", "prebuilt", "hatc
 MODULES = {
     "import apex": 1,
     "import apex.amp": 53,
-    "import apex.fp16_utils": 60,
+    "import apex.fp16_utils": 61,
     "import apex.optimizers": 2,
     "import apex.multi_tensor_apply": 18,
     "from apex.optimizers import FusedAdam": 33,
@@ -33,8 +33,8 @@ MODULES = {
     "from apex.contrib.group_norm import GroupNorm": 22,
     "from apex.contrib.transducer import TransducerLoss": 26,
     "from apex.contrib.openfold_triton import AttnTri": 44,
-    "from apex.contrib.optimizers import FusedAdam": 21,
-    "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam": 41,
+    "from apex.contrib.optimizers import FusedAdam": 22,
+    "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam": 42,
     "from apex.contrib.sparsity import ASP": 6,
 }
 LOADED = """

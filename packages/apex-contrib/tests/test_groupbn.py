@@ -11,7 +11,12 @@ from torch.nn import functional as F
 
 from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.contrib.groupbn import BatchNorm2d_NHWC
-from apex.contrib.groupbn.batch_norm import bn_addrelu_NHWC_impl, bn_NHWC_impl
+from apex.contrib.groupbn.batch_norm import (
+    IS_ROCM_PYTORCH,
+    bn_addrelu_NHWC_impl,
+    bn_NHWC_impl,
+    check_if_rocm_pytorch,
+)
 from apex_testkit import FLOATS, assert_as_accurate_as, assert_compiles
 
 EPS, MOMENTUM = 1e-5, 0.1
@@ -373,3 +378,8 @@ def test_names_of_apex(device):
     torch.testing.assert_close(mini, (norm.minibatch_mean, norm.minibatch_riv))
     names = inspect.getfullargspec(bn_NHWC_impl.forward).args
     assert names[:9] == ["ctx", "x", "s", "b", "rm", "riv", "mini_m", "mini_riv", "ret_cta"]
+
+
+def test_names_of_the_gpu():
+    assert check_if_rocm_pytorch() is IS_ROCM_PYTORCH
+    assert IS_ROCM_PYTORCH is (torch.version.hip is not None)
