@@ -424,9 +424,11 @@ def kernels(session, compiler):
 def emulate(session):
     """Run GPU kernels on an emulated GPU, which finds their faults (-- OP... for some)."""
     ops_first(session)
+    sample = cover.sampled_ops() if SAMPLES and not session.posargs else []
     editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
     install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
-    session.run("python", "ci/emulate.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
+    command = ["python", "ci/emulate.py", *sample, *session.posargs]
+    session.run(*command, env=TEST_ENVIRONMENT | COMPILING)
 
 
 @nox.session
