@@ -13,9 +13,6 @@ from apex_testkit.raw_spoils import _freed, _short
 
 CALLS = int(os.environ.get("APEX_RAW_CALLS", "2000"))
 OPERATORS = operators()
-# Operands that no memory is read of: with float16 masters their peaks are read, or else those of
-# params, and of params only if weight decay is added to gradients.
-UNREAD = {"adam_compact_peaks": ("params", "masters")}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -51,7 +48,6 @@ def check_without_memory(maker, seed, argument, how):
     value = call.args[argument]
     tensor = value[-1] if isinstance(value, list) and value else value
     keeps_only = maker.name.endswith(("_hold", "_release", "_held_count"))  # reads no memory
-    keeps_only |= argument in UNREAD.get(maker.name, ())
     if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0 or keeps_only:
         return
     spoiled = how(random.Random(0), tensor, [])

@@ -243,6 +243,38 @@ def test_ops_pass_opcheck(device):
         opcheck_samples(adam_step_compact, [sample])
 
 
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize("kind", [None, torch.float32, torch.float16, torch.int16], ids=str)
+def test_peaks_check_lists_that_they_do_not_read(kind, decoupled, device):
+    """They are read by the step that follows."""
+    params, (grads, firsts, seconds, *_) = make([5, 3], device, torch.bfloat16)
+    masters = [torch.zeros_like(p, dtype=kind) for p in params] if kind else []
+    lists = {"params": params, "masters": masters}
+    hyper = (0.1, 0.9, 0.999, 1e-8, 0.1, 1, True, decoupled)
+
+    def peaks():
+        return adam_compact_peaks(params, grads, firsts, seconds, masters, None, *hyper)
+
+    assert peaks().shape == (2, 3 if kind is torch.float16 else 2)
+    for name in ("params", "masters") if kind else ("params",):
+        whole = lists[name][1]
+        for bad, text in (
+            (whole.clone(), rf"{name}\[1\] .*its data is not allocated yet"),
+            (whole.new_zeros(2), rf"size mismatch.*{name}\[1\]|size mismatch.*params\[1\]"),
+        ):
+            if bad.shape == whole.shape:
+                bad.untyped_storage().resize_(0)
+            lists[name][1] = bad
+            with pytest.raises(RuntimeError, match=f"adam_compact_peaks: {text}"):
+                peaks()
+        lists[name][1] = whole
+    peaks()
+    if kind:
+        del masters[1]
+        with pytest.raises(RuntimeError, match="masters has 1 tensors, but params has 2"):
+            peaks()
+
+
 def test_bad_lists(device):
     params, (grads, firsts, seconds, *_) = make([5], device, torch.float32)
     hyper = (0.1, 0.9, 0.999, 1e-8, 0.1, 1, True, True)

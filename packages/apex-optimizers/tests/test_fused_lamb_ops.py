@@ -181,7 +181,7 @@ def test_op_names_what_does_not_match(device):
         ((p, g, double, double, []), "must be float32 or of the params' dtype, float32; got"),
         ((p, g, m, v, p), "copies must be float16 or bfloat16, got float32"),
         ((p, [t.bfloat16() for t in g], m, v, half), "grads float32 or of the copies' dtype"),
-        ((half, half, m, v, half), "with copies params and moments must be float32"),
+        ((half, half, m, v, half), "exp_avgs and exp_avg_sqs must be float32, and grads"),
     ):
         with pytest.raises(RuntimeError, match=message):
             lamb_step(*arguments, *hyper())

@@ -5,23 +5,11 @@
 #include <optional>
 
 #include "apex/torch/dispatch.h"
+#include "apex/torch/table_columns.h"
 #include "apex/torch/tensor_table.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
-
-// The same tensors with some of their columns.
-inline TensorTable columns_of(const TensorTable& table, std::initializer_list<int> columns) {
-  TensorTable chosen;
-  chosen.columns = static_cast<int>(columns.size());
-  chosen.numel = table.numel;
-  for (int column : columns) chosen.storage.push_back(table.storage[column]);
-  chosen.data.reserve(columns.size() * table.numel.size());
-  for (int64_t tensor = 0; tensor < table.tensors(); ++tensor) {
-    for (int column : columns) chosen.data.push_back(table.row(tensor)[column]);
-  }
-  return chosen;
-}
 
 // The first pass leaves the squares of norms, which the second needs; [tensors, 2].
 struct Passes {

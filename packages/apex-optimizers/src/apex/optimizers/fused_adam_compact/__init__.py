@@ -89,8 +89,9 @@ def adam_compact_peaks(
 ) -> Tensor:
     """The largest magnitudes that states will have after a step; nothing is changed.
 
-    The arguments are those of :func:`adam_step_compact`; ``masters`` are read only if they are
-    float16, and ``params`` only if they are not, for a decay that goes into gradients.
+    The arguments are those of :func:`adam_step_compact`, and all lists must match, as it wants
+    them. ``masters`` are read only if they are float16, and ``params`` only if they are not, for a
+    decay that goes into gradients.
 
     Returns:
         float64 [len(grads), 2]: of ``exp_avg`` and ``exp_avg_sq`` of each tensor; with float16

@@ -7,6 +7,7 @@
 #include "apex/torch/hyper_parameters.h"
 #include "apex/torch/library.h"
 #include "apex/torch/step_numbers.h"
+#include "apex/torch/table_columns.h"
 #include "apex/torch/tensor_table.h"
 #include "compact.h"
 
@@ -80,9 +81,9 @@ Tensor adam_compact_peaks(const TensorList& params, const TensorList& grads,
   NamedList p{"params", params}, g{"grads", grads}, m{"exp_avgs", exp_avgs},
       v{"exp_avg_sqs", exp_avg_sqs}, w{"masters", masters};
   const bool has_half = are_half(masters), reads_params = !decoupled && weight_decay != 0;
-  TensorTable table = has_half       ? make_table(op, {g, m, v, w}, Empty::kKeep)
-                      : reads_params ? make_table(op, {p, g, m, v}, Empty::kKeep)
-                                     : make_table(op, {g, m, v}, Empty::kKeep);
+  // All lists are checked, as by the step that follows, though one of params and masters is read.
+  const TensorTable table = masters.empty() ? make_table(op, {p, g, m, v}, Empty::kKeep)
+                                            : make_table(op, {p, g, m, v, w}, Empty::kKeep);
   for (const NamedList& list : {g, m, v}) check_storage(op, list.name, list.tensors);
   const float* read = scales_data(op, "scales", scales, grads);
   Context context(grads[0]);
@@ -92,17 +93,19 @@ Tensor adam_compact_peaks(const TensorList& params, const TensorList& grads,
   using Read = In<AnyFloat>;
   if (has_half) {
     WithScales<MasterPeaks> functor{{plain, {}}, read, nullptr};
-    foreach_fold<3, Read, Read, Read, In<Half>>(context, table, functor, numbers);
+    foreach_fold<3, Read, Read, Read, In<Half>>(context, columns_of(table, {1, 2, 3, 4}), functor,
+                                                numbers);
     return result;
   }
   const AdamUpdate<float>& update = plain.update;
   MomentPeaks peaks{update.moments, update.l2_decay, update.gradient_factor, {}};
   WithScales<MomentPeaks> functor{peaks, read, nullptr};
   if (!reads_params) {
-    foreach_fold<2, Read, Read, Read>(context, table, functor, numbers);
+    foreach_fold<2, Read, Read, Read>(context, columns_of(table, {1, 2, 3}), functor, numbers);
   } else {
     dispatch_params(op, params, [&]<class P>() {
-      foreach_fold<2, In<P>, Read, Read, Read>(context, table, functor, numbers);
+      foreach_fold<2, In<P>, Read, Read, Read>(context, columns_of(table, {0, 1, 2, 3}), functor,
+                                               numbers);
     });
   }
   return result;

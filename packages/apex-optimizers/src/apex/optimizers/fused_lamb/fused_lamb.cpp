@@ -57,10 +57,10 @@ template <class Body>
 void dispatch_copies(const char* op, ScalarType param, ScalarType grad, ScalarType moment,
                      ScalarType copy, Body&& body) {
   check(param == ScalarType::Float && moment == param && (grad == param || grad == copy), op,
-        ": with copies params and moments must be float32, and grads float32 or of the copies' "
-        "dtype, got params ",
-        dtype_name(param), ", grads ", dtype_name(grad), ", moments ", dtype_name(moment),
-        ", copies ", dtype_name(copy), ".");
+        ": with copies, params, exp_avgs and exp_avg_sqs must be float32, and grads float32 or of "
+        "the copies' dtype, got params ",
+        dtype_name(param), ", grads ", dtype_name(grad), ", exp_avgs and exp_avg_sqs ",
+        dtype_name(moment), ", copies ", dtype_name(copy), ".");
   auto with_copy = [&]<class C>() {
     grad == param ? body.template operator()<float, C>() : body.template operator()<C, C>();
   };
@@ -137,9 +137,9 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
   check(!rounding_key || (copies.empty() && like.scalar_type() == ScalarType::BFloat16 &&
                           exp_avgs[0].scalar_type() == ScalarType::Float),
         op,
-        ": only bfloat16 params without copies, with float32 moments, are rounded by chance, got "
-        "params ",
-        dtype_name(like.scalar_type()), ", moments ", dtype_name(exp_avgs[0].scalar_type()),
+        ": rounding_key must be None, unless params are bfloat16, without copies, with float32 "
+        "exp_avgs and exp_avg_sqs; got params ",
+        dtype_name(like.scalar_type()), ", exp_avgs ", dtype_name(exp_avgs[0].scalar_type()),
         " and ", copies.size(), " copies.");
   LambHyper hyper{{beta1, beta2, eps, weight_decay, decoupled,
                    make_step_numbers(lr, step, {beta1, beta2, bias_correction}), grad_averaging},

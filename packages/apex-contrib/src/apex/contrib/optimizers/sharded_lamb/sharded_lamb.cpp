@@ -135,7 +135,10 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
   }
   for (const NamedList& list : {p, g, m, v}) check_storage(op, list);
   bool is_narrow = !are_all(ScalarType::Float, {m, v});
-  check(copies.empty() || !is_narrow, op, ": with copies the moments must be float32.");
+  check(copies.empty() || !is_narrow, op,
+        ": with copies, exp_avgs and exp_avg_sqs must be float32, got ",
+        dtype_name(exp_avgs[0].scalar_type()), " and ", dtype_name(exp_avg_sqs[0].scalar_type()),
+        ".");
   if (is_narrow) return run_narrow(context, table, hyper, passes, sums);
   if (!copies.empty()) {
     check_copies(op, c);  // before the first pass, which writes the moments
