@@ -1,7 +1,25 @@
-"""GradScaler: all ranks of a model skip a step together, and only they."""
+"""GradScaler: all ranks of a model skip a step together, and only they.
+
+``APEX_EXAMPLES`` sets the number of random schedules, for long runs.
+"""
+
+import copy
+import os
+import pickle
+import random
+from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from apex.transformer import parallel_state
 from apex.transformer.amp import GradScaler
@@ -163,3 +181,206 @@ def test_alone_without_model_parallelism():
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.step(optimizer)
+
+
+@dataclass
+class Plain:
+    """What a scaler knows, in plain Python."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int = 0
+
+    def update(self, found):
+        if found:
+            self.scale *= self.backoff_factor
+            self._growth_tracker = 0
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self.growth_interval:
+            self.scale *= self.growth_factor
+            self._growth_tracker = 0
+
+
+class Schedule:
+    """What a script does with a scaler, beside the plain one; all ranks are given the same seeds.
+
+    Gradients are small integers and the other numbers powers of two, so that all sums are exact.
+    """
+
+    rank, world = 0, 1
+
+    def start(self, seed):
+        rng = random.Random(seed)
+        self.scaler, self.plain = self.new_scaler(rng)
+        self.params, self.values, self.optimizers = [], [], []
+        for name in rng.sample(sorted(OPTIMIZERS), rng.randrange(1, 4)):
+            self.params.append(torch.nn.Parameter(torch.zeros(3)))
+            self.values.append(torch.zeros(3))
+            self.optimizers.append(OPTIMIZERS[name](self.params[-1:]))
+        self.is_started, self.saved = False, None
+
+    def new_scaler(self, rng):
+        numbers = {
+            "growth_factor": rng.choice((2.0, 4.0)),
+            "backoff_factor": rng.choice((0.5, 0.25)),
+            "growth_interval": rng.randrange(1, 4),
+        }
+        scale = 2.0 ** rng.randrange(-2, 17)
+        return GradScaler(scale, device="cpu", **numbers), Plain(scale, **numbers)
+
+    def agrees(self):
+        assert self.scaler.state_dict() == vars(self.plain)
+        assert self.scaler.get_scale() == self.plain.scale
+        for param, value in zip(self.params, self.values, strict=True):
+            assert torch.equal(param, value)
+
+    def iteration(self, seed):
+        """Gradients for some optimizers, of which some steps overflow; then an update."""
+        rng = random.Random(seed)
+        founds = [self.one_optimizer(rng, index) for index in range(len(self.optimizers))]
+        checked = [found for found in founds if found is not None]
+        if not checked:
+            with pytest.raises(AssertionError, match="No inf checks"):
+                self.scaler.update()
+            return
+        self.scaler.update()
+        self.plain.update(any(checked))
+
+    def one_optimizer(self, rng, index):
+        """Whether it overflowed; None if it was not asked."""
+        param, optimizer = self.params[index], self.optimizers[index]
+        optimizer.zero_grad()
+        total = self.backward(rng, param)
+        unscales, steps = rng.choice(((False, True), (True, True), (True, False), (False, False)))
+        found = self.overflow(rng, param) if unscales or steps else None
+        if unscales:
+            self.scaler.unscale_(optimizer)
+            with pytest.raises(RuntimeError, match="already been called"):
+                self.scaler.unscale_(optimizer)
+            if not found and total is not None:
+                assert torch.equal(param.grad, total)
+        if steps:
+            self.scaler.step(optimizer)
+            for again in (self.scaler.step, self.scaler.unscale_):
+                with pytest.raises(RuntimeError, match=r"already been called|after step\(\)"):
+                    again(optimizer)
+            if not found and total is not None:
+                self.values[index] -= total  # the learning rate is 1
+        return found
+
+    def backward(self, rng, param):
+        """The sum of one or two passes; None on a rank that has no gradients."""
+        without = rng.choice((None, None, None, *range(self.world))) if self.world > 1 else None
+        passes = [[rng.randrange(-3, 4) for _ in range(3)] for _ in range(rng.randrange(1, 3))]
+        self.is_started = True
+        if without == self.rank:
+            self.scaler.scale(torch.ones(()))
+            return None
+        for weights in passes:
+            self.scaler.scale((param * torch.tensor(weights)).sum()).backward()
+        return torch.tensor(passes).sum(0).float()
+
+    def overflow(self, rng, param):
+        """Whether a rank has an inf or NaN now."""
+        bad, value = rng.choice((None, None, *range(self.world))), rng.choice((INF, -INF, NAN))
+        place = rng.randrange(3)
+        if bad == self.rank:
+            if param.grad is None:
+                param.grad = torch.zeros(3)
+            param.grad[place] = value
+        return bad is not None
+
+    def new_scale(self, seed):
+        rng = random.Random(seed)
+        scale = 2.0 ** rng.randrange(-2, 17)
+        given = rng.choice((scale, torch.tensor(scale), torch.tensor([scale])))
+        if not self.is_started:
+            with pytest.raises(AssertionError, match="_scale is None"):
+                self.scaler.update(given)
+            return
+        self.scaler.update(given)
+        self.plain.scale = scale
+        if isinstance(given, torch.Tensor):
+            given.zero_()  # it was copied
+
+    def set_numbers(self, seed):
+        rng = random.Random(seed)
+        other = self.new_scaler(rng)[1]
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            if rng.random() < 0.5:
+                getattr(self.scaler, f"set_{name}")(getattr(other, name))
+                setattr(self.plain, name, getattr(other, name))
+            assert getattr(self.scaler, f"get_{name}")() == getattr(self.plain, name)
+
+    def save(self, seed):
+        self.saved = copy.deepcopy((self.scaler.state_dict(), self.plain))
+
+    def load(self, seed):
+        """Into the scaler, or into one of a new process, which has not scaled yet."""
+        rng = random.Random(seed)
+        if rng.random() < 0.5:
+            self.scaler, self.plain = self.new_scaler(rng)
+            self.is_started = False
+        if self.saved is not None:
+            state, self.plain = copy.deepcopy(self.saved)
+            self.scaler.load_state_dict(state)
+
+    def copy_by_pickle(self, seed):
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+        self.is_started = False  # the copy makes its tensors when it scales
+
+
+INF, NAN = float("inf"), float("nan")
+SEED = st.integers(0, 9999)
+CALLS = ("iteration", "iteration", "iteration", "new_scale", "set_numbers", "save", "load")
+CALLS += ("copy_by_pickle",)
+
+
+class Machine(Schedule, RuleBasedStateMachine):
+    start = initialize(seed=SEED)(Schedule.start)
+    iteration = rule(seed=SEED)(Schedule.iteration)
+    new_scale = rule(seed=SEED)(Schedule.new_scale)
+    set_numbers = rule(seed=SEED)(Schedule.set_numbers)
+    save = rule(seed=SEED)(Schedule.save)
+    load = rule(seed=SEED)(Schedule.load)
+    copy_by_pickle = rule(seed=SEED)(Schedule.copy_by_pickle)
+    agrees = invariant()(Schedule.agrees)
+
+
+EXAMPLES = int(os.environ.get("APEX_EXAMPLES", "0"))
+OPTIONS = {"derandomize": not EXAMPLES, "deadline": None, "database": None}
+
+
+@pytest.mark.parametrize("has_ranks", [False, True], ids=["no ranks", "one rank"])
+def test_random_schedules_agree_with_plain_python(has_ranks, request):
+    if has_ranks:
+        request.getfixturevalue("alone")
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=EXAMPLES or 20,
+            stateful_step_count=15,
+            suppress_health_check=list(HealthCheck),
+            **OPTIONS,
+        ),
+    )
+
+
+def check_schedules(rank, world, tensor, pipeline, schedules):
+    """An overflow of one rank is one of all: the schedule of each agrees with the same numbers."""
+    with model_parallel(tensor, pipeline):
+        for number in range(schedules):
+            schedule, rng = Schedule(), random.Random(number)
+            schedule.rank, schedule.world = rank, world
+            schedule.start(number)
+            for _ in range(20):
+                getattr(schedule, rng.choice(CALLS))(rng.randrange(10_000))
+                schedule.agrees()
+
+
+def test_random_schedules_on_ranks(two_ranks, four_ranks):
+    two_ranks(check_schedules, tensor=2, pipeline=1, schedules=EXAMPLES or 20)
+    four_ranks(check_schedules, tensor=2, pipeline=2, schedules=EXAMPLES or 10)
