@@ -36,8 +36,9 @@ class Custom(torch.optim.SGD):
         assert not allow_fp16
         for group in self.param_groups:
             for p in group["params"]:
-                p.grad.mul_(inv_scale)
-                found_inf.copy_((~p.grad.isfinite()).any())
+                if p.grad is not None:
+                    p.grad.mul_(inv_scale)
+                    found_inf.copy_((~p.grad.isfinite()).any())
         return {found_inf.device: found_inf}
 
 

@@ -28,12 +28,16 @@ struct Cells {
   };
 
   APEX_HD Sample sample(int64_t b) const {
-    const int64_t f = f_len[b], columns = u_len[b] + more;
-    const bool fits = f >= 0 && f <= frames && columns >= more && columns <= width;
+    // Any numbers may stand there: each is compared before it is part of a sum or a product.
+    const int64_t f = f_len[b], u = u_len[b];
+    const bool fits = f >= 0 && f <= frames && u >= 0 && u <= width - more;
     if (!fits) return {0, 0, 0, 0, false};
+    const int64_t columns = u + more;
     if (ends == nullptr) return {b * frames * width, width, f, columns, true};
-    const int64_t start = ends[b] - f * columns;
-    return {start, columns, f, columns, start >= 0 && ends[b] <= rows};
+    const int64_t end = ends[b];
+    if (end < 0 || end > rows || (columns > 0 && f > rows)) return {0, 0, 0, 0, false};
+    const int64_t start = end - f * columns;
+    return {start, columns, f, columns, start >= 0};
   }
 
   APEX_HD Cell cell(int64_t row) const {
