@@ -176,6 +176,16 @@ def test_empty(shape, device):
     assert torch.equal(dg, torch.full_like(g, frames))
 
 
+def test_rows_without_samples(device):
+    """None of the packed rows belongs to a sample."""
+    f, g = torch.ones(0, 3, 4, device=device), torch.ones(0, 2, 4, device=device)
+    none = torch.ones(0, dtype=torch.int64, device=device)
+    h = ops.transducer_joint_forward(*raw(f, g, none, none, None, none, 5))
+    assert torch.equal(h, torch.full((5, 4), -1.0, device=device))
+    df, dg = ops.transducer_joint_backward(h, *raw(f, g, none, none, None, none, 5))
+    assert (df.shape, dg.shape) == (f.shape, g.shape)
+
+
 def test_many_rows(device):
     f, g, *lengths = sizes(7, 150, 70, 3, device, torch.float32)
     seed = torch.randn(7, 150, 70, 3, device=device)

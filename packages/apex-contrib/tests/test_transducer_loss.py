@@ -192,6 +192,14 @@ def test_empty(shape, device):
     assert x.grad.shape == shape
 
 
+def test_rows_without_samples(device):
+    """None of the packed rows belongs to a sample."""
+    x, label = torch.ones(5, 4, device=device), torch.ones(0, 2, device=device).long()
+    none = torch.ones(0, dtype=torch.int64, device=device)
+    loss = ops.transducer_loss_forward(*raw(x, label, none, none, none, 3))[0]
+    assert loss.shape == (0,)
+
+
 def test_large_offsets_and_certain_steps(device):
     """Gradients keep their digits where logits share an offset, and where a step is certain."""
     x, *given = sizes(2, 5, 3, 8, device, torch.float64)

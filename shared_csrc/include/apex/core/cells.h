@@ -12,8 +12,9 @@ struct Cells {
   const int64_t* f_len;  // [batch], frames of each sample
   const int64_t* u_len;  // [batch], columns of each sample, less `more`
   int64_t more;
-  const int64_t* ends;  // [batch] of packed rows: where a sample's end; else null
+  const int64_t* ends;  // [batch] of packed rows: where a sample's end; null without samples
   int64_t batch, rows, frames, width;
+  bool is_packed;
 
   struct Sample {
     int64_t start, stride, frames, width;  // the row of cell (t, u) is start + t * stride + u
@@ -33,7 +34,7 @@ struct Cells {
     const bool fits = f >= 0 && f <= frames && u >= 0 && u <= width - more;
     if (!fits) return {0, 0, 0, 0, false};
     const int64_t columns = u + more;
-    if (ends == nullptr) return {b * frames * width, width, f, columns, true};
+    if (!is_packed) return {b * frames * width, width, f, columns, true};
     const int64_t end = ends[b];
     if (end < 0 || end > rows || (columns > 0 && f > rows)) return {0, 0, 0, 0, false};
     const int64_t start = end - f * columns;
@@ -42,7 +43,7 @@ struct Cells {
 
   APEX_HD Cell cell(int64_t row) const {
     int64_t b = 0, t = 0, u = 0;
-    if (ends == nullptr) {
+    if (!is_packed) {
       b = divide(divide(row, width, u), frames, t);
     } else {
       for (int64_t end = batch; b < end;) {  // the first sample that ends behind the row
@@ -57,9 +58,9 @@ struct Cells {
     }
     const Sample s = sample(b);
     if (!s.is_valid || row < s.start) return {};
-    if (ends != nullptr) t = divide(row - s.start, s.stride, u);
+    if (is_packed) t = divide(row - s.start, s.stride, u);
     const bool is_inside = t < s.frames && u < s.width;
-    const int64_t alike = is_inside ? s.width - u : ends == nullptr ? width - u : 1;
+    const int64_t alike = is_inside ? s.width - u : !is_packed ? width - u : 1;
     return {b, t, u, s, is_inside, alike};
   }
 };

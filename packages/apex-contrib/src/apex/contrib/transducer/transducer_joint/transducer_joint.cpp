@@ -22,7 +22,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Of h, and of what goes with it.
 std::vector<int64_t> sizes_of(const Cells& cells, const Tensor& f) {
-  if (cells.ends != nullptr) return {cells.rows, f.size(2)};
+  if (cells.is_packed) return {cells.rows, f.size(2)};
   return {cells.batch, cells.frames, cells.width, f.size(2)};
 }
 
@@ -46,6 +46,7 @@ Cells cells_of(const char* op, const Tensor& f, const Tensor& g, const Tensor& f
   cells.frames = f.size(1);
   cells.width = g.size(1);
   const int64_t all = product({cells.batch, cells.frames, cells.width});
+  cells.is_packed = ends.has_value();
   cells.rows = ends ? packed_rows : all;
   const bool is_countable = all < kTooMany && product({all, f.size(2)}) < kTooMany &&
                             product({cells.rows, f.size(2)}) < kTooMany;

@@ -28,7 +28,7 @@ void check_numbers(const char* op, const Lattice& lattice) {
           lattice.frames, ", the frames of x (packed: max_f_len, and at most the rows of x).");
     check(y >= 0 && y < lattice.width, op, ": y_len[", b, "] is ", y, ": expected 0 to ",
           lattice.width - 1, ", the labels of a sample.");
-    if (lattice.ends != nullptr) {
+    if (lattice.is_packed) {
       const int64_t start = b == 0 ? 0 : lattice.ends[b - 1];
       check(lattice.sample(b).is_valid && lattice.ends[b] - f * (y + 1) == start, op,
             ": batch_offset[", b, "] is ", lattice.ends[b], ": expected ", start + f * (y + 1),
@@ -55,6 +55,7 @@ Lattice lattice_of(const char* op, const Tensor& x, const Tensor& label, const T
   check(label.dim() == 2, op, ": label must be [B, U - 1], got ", describe(label), ".");
   Lattice lattice{};
   lattice.more = 1;
+  lattice.is_packed = ends.has_value();
   lattice.batch = label.size(0);
   lattice.width = label.size(1) + 1;
   // A sample of more frames than there are rows does not fit, whatever max_f_len is.
