@@ -122,7 +122,10 @@ def test_bad_lists(device):
     for lists, message in (
         ((params, [g.double() for g in params], *moments, []), "grads must be float32, float16"),
         ((params, params[:2], *moments, []), "has 2 tensors"),
-        ((params, params, *(zeros(params, torch.half) for _ in "mv"), params), "with copies the"),
+        (
+            (params, params, *(zeros(params, torch.half) for _ in "mv"), params),
+            "exp_avg_sqs must be float32",
+        ),
         ((params, params, *moments, zeros(params, torch.int32)), "copies must be float32"),
     ):
         before = [p.clone() for p in params]
