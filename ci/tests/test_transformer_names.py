@@ -1,4 +1,7 @@
-"""Every name that scripts import from modules of apex.transformer, private ones too."""
+"""Every name that scripts import from modules of apex.transformer, private ones too.
+
+Some of these modules need another wheel, so that all five are wanted.
+"""
 
 import argparse
 import importlib
