@@ -120,8 +120,8 @@ void scaled_adam_undo(const TensorList& params, const TensorList& grads, const T
   const MaybeTensor none;
   LegacyHyper hyper = make_hyper(op, given, none, none, flag, "flag", params[0]);
   check(hyper.rate * weight_decay != 1, op,
-        ": weight_decay times the rate of the step must not be 1: a decay of the whole parameter "
-        "cannot be undone.");
+        ": weight_decay times the step's rate must not be 1, which cannot be undone; got ",
+        weight_decay, " at a rate of ", hyper.rate, ".");
   Context context(params[0]);
   if (are_doubles(op, {p, g, m, v})) {
     foreach<Wide, In<double>, Wide, Wide>(context, table, AdamUndoLaunch<double>{hyper});
