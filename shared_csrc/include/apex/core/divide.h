@@ -22,7 +22,7 @@ APEX_HD int64_t divide(int64_t a, int64_t n, int64_t& rest) {
 // The index of a row's first random number. Rows begin at multiples of 4, as many as random
 // generators make at once.
 APEX_HD uint64_t first_number(int64_t row, int64_t columns) {
-  return static_cast<uint64_t>(row) * static_cast<uint64_t>((columns + 3) / 4 * 4);
+  return static_cast<uint64_t>(row) * ((static_cast<uint64_t>(columns) + 3) / 4 * 4);
 }
 
 }  // namespace APEX_BACKEND_NS
