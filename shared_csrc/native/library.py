@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import BuildError, not_dense
-from .mixtures import refusing_mixtures
+from .fakes import checked_fake
 from .writes import register_writes
 
 if TYPE_CHECKING:  # the builder is imported at the first call: imports would take twice the time
@@ -71,7 +71,7 @@ class OpLibrary:
             self.schemas[name] = schema
             self._torch_library.define(schema)
             overload = getattr(getattr(torch.ops, self.namespace), name).default
-            checked = refusing_mixtures(overload, fake)
+            checked = checked_fake(overload, fake)
             register_fake(self._torch_library, overload.name(), checked)
             register_writes(self._torch_library, overload)
             self._torch_library.impl(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
-from .._shared.native.operands import statistics_dtype
+from ..fused_layer_norm.ops import check_columns, column_sums, statistics
 
 
 @library.define(
@@ -47,7 +47,7 @@ def add_layer_norm_forward(
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
-    return *_like(x, residual), _statistics(x, columns), _statistics(x, columns)
+    return *_like(x, residual), statistics(x, columns), statistics(x, columns)
 
 
 @library.define(
@@ -83,9 +83,9 @@ def add_layer_norm_backward(
             same bits for the same number of threads; ``[0]`` without ``weight_grads``.
     """
     return (
-        *_input_grads(dy, sum),
-        _column_sums(weight, columns, weight_grads),
-        _column_sums(weight, columns, weight_grads),
+        *_input_grads(dy, sum, columns),
+        column_sums(weight, columns, weight_grads),
+        column_sums(weight, columns, weight_grads),
     )
 
 
@@ -108,7 +108,7 @@ def add_rms_norm_forward(
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
-    return *_like(x, residual), _statistics(x, columns)
+    return *_like(x, residual), statistics(x, columns)
 
 
 @library.define(
@@ -127,7 +127,7 @@ def add_rms_norm_backward(
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`add_rms_norm_forward`; see :func:`add_layer_norm_backward`."""
-    return *_input_grads(dy, sum), _column_sums(weight, columns, weight_grads)
+    return *_input_grads(dy, sum, columns), column_sums(weight, columns, weight_grads)
 
 
 def _like(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,15 +138,7 @@ def _like(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _statistics(x: Tensor, columns: int) -> Tensor:
-    torch._check(columns > 0, lambda: f"columns must be positive, got {columns}.")
-    return x.new_empty([x.numel() // columns], dtype=statistics_dtype(x.dtype))
-
-
-def _input_grads(dy: Tensor, sum: Tensor) -> tuple[Tensor, Tensor]:
+def _input_grads(dy: Tensor, sum: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    check_columns("dy", dy, columns)
     dresidual = torch.empty_like(dy, dtype=sum.dtype, memory_format=torch.contiguous_format)
     return dresidual, dy.new_empty([0 if dy.dtype == sum.dtype else dy.numel()])
-
-
-def _column_sums(weight: Tensor, columns: int, wanted: bool) -> Tensor:
-    return weight.new_empty([columns if wanted else 0])

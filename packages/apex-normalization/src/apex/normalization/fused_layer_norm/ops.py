@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
+from .._shared.native.fakes import expect
 from .._shared.native.operands import statistics_dtype
 
 
@@ -44,7 +45,7 @@ def layer_norm_forward(
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
     y = torch.empty_like(x, dtype=_output_dtype(x, weight), memory_format=torch.contiguous_format)
-    return y, _statistics(x, x.dtype, columns), _statistics(x, x.dtype, columns)
+    return y, statistics(x, columns), statistics(x, columns)
 
 
 @library.define(
@@ -76,9 +77,9 @@ def layer_norm_backward(
         bits for the same number of threads; ``[0]`` without ``weight_grads``.
     """
     return (
-        _like(x),
-        _column_sums(dy, columns, weight_grads),
-        _column_sums(dy, columns, weight_grads),
+        _like("x", x, columns),
+        column_sums(dy, columns, weight_grads),
+        column_sums(dy, columns, weight_grads),
     )
 
 
@@ -105,9 +106,9 @@ def layer_norm_backward_from_output(
     ``rstd`` have one dtype, ``dx``'s too.
     """
     return (
-        _like(y),
-        _column_sums(dy, columns, weight_grads),
-        _column_sums(dy, columns, weight_grads),
+        _like("y", y, columns),
+        column_sums(dy, columns, weight_grads),
+        column_sums(dy, columns, weight_grads),
     )
 
 
@@ -126,7 +127,7 @@ def rms_norm_forward(
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
     y = torch.empty_like(x, dtype=_output_dtype(x, weight), memory_format=torch.contiguous_format)
-    return y, _statistics(x, x.dtype, columns)
+    return y, statistics(x, columns)
 
 
 @library.define(
@@ -143,7 +144,7 @@ def rms_norm_backward(
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward`."""
-    return _like(x), _column_sums(dy, columns, weight_grads)
+    return _like("x", x, columns), column_sums(dy, columns, weight_grads)
 
 
 @library.define(
@@ -161,10 +162,11 @@ def rms_norm_backward_from_output(
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rms_norm_forward`; see :func:`layer_norm_backward_from_output`."""
-    return _like(y), _column_sums(dy, columns, weight_grads)
+    return _like("y", y, columns), column_sums(dy, columns, weight_grads)
 
 
-def _like(x: Tensor) -> Tensor:
+def _like(argument: str, x: Tensor, columns: int) -> Tensor:
+    check_columns(argument, x, columns)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -172,10 +174,19 @@ def _output_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     return x.dtype if weight is None else weight.dtype
 
 
-def _statistics(x: Tensor, x_dtype: torch.dtype, columns: int) -> Tensor:
-    torch._check(columns > 0, lambda: f"columns must be positive, got {columns}.")
-    return x.new_empty([x.numel() // columns], dtype=statistics_dtype(x_dtype))
+def statistics(x: Tensor, columns: int) -> Tensor:
+    check_columns("x", x, columns)
+    return x.new_empty([x.numel() // columns], dtype=statistics_dtype(x.dtype))
 
 
-def _column_sums(dy: Tensor, columns: int, wanted: bool) -> Tensor:
+def column_sums(dy: Tensor, columns: int, wanted: bool) -> Tensor:
     return dy.new_empty([columns if wanted else 0])
+
+
+def check_columns(argument: str, tensor: Tensor, columns: int) -> None:
+    """Expect of a fake kernel's tensor that it is a matrix of so many columns."""
+    expect(columns > 0, f"columns must be positive, got {columns}.")
+    expect(
+        tensor.numel() % columns == 0,
+        f"{argument} has {tensor.numel()} elements, which is no multiple of columns = {columns}.",
+    )

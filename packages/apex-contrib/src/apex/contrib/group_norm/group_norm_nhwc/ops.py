@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import library
+from ..._shared.native.fakes import expect
 from ..._shared.native.operands import statistics_dtype
 
 _Three = tuple[Tensor, Tensor, Tensor]
@@ -33,6 +34,7 @@ def group_norm_nhwc_forward(
     With ``zero_centered_gamma`` the factor is ``1 + weight``, summed in the dtype of the
     statistics.
     """
+    _check_groups(x, groups)
     mean = x.new_empty(x.shape[0] * groups, dtype=statistics_dtype(x.dtype))
     return _channels_last(x), mean, torch.empty_like(mean)
 
@@ -61,9 +63,18 @@ def group_norm_nhwc_backward(
     Those of weight and bias are sums over places and samples, in the weight's dtype (else the
     bias's, else that of ``x``), ``[0]`` without ``weight_grads``. ``eps`` is for decompositions.
     """
+    _check_groups(x, groups)
     stored = next(t for t in (weight, bias, x) if t is not None)
     shape = x.shape[1:2] if weight_grads else (0,)
     return _channels_last(x), stored.new_empty(shape), stored.new_empty(shape)
+
+
+def _check_groups(x: Tensor, groups: int) -> None:
+    channels = x.shape[1]
+    expect(
+        groups > 0 and channels % groups == 0,
+        f"groups must divide the {channels} channels of x, got {groups}.",
+    )
 
 
 def _channels_last(x: Tensor) -> Tensor:

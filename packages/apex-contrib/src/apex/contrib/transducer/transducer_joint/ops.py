@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import library
+from ..._shared.native.fakes import expect
 
 
 @library.define(
@@ -39,6 +40,7 @@ def transducer_joint_forward(
             whose lengths do not fit are outside.
     """
     if batch_offset is not None:
+        expect(packed_batch >= 0, f"packed_batch must not be negative, got {packed_batch}.")
         return f.new_empty(packed_batch, f.shape[2])
     return f.new_empty(*f.shape[:2], *g.shape[1:])
 
