@@ -235,8 +235,8 @@ KILLED = {
 }
 # What a survivor says: its number, what it was at, who may have failed, and what to do.
 LOST = re.compile(
-    r"RuntimeError: (?:.* )?\(?rank (\d)\)?: (.+) failed\. (?:The other rank|Rank \d|"
-    r"One of the ranks [\d, ]+) has died, .* start again from a checkpoint"
+    r"RuntimeError: (?:.* )?\(?rank (\d)\)?: (.+) failed\. (?:No word from rank [\d, ]+ for 2 s|"
+    r"Rank [\d, ]+ failed too|The store of).* start again from a checkpoint"
 )
 
 

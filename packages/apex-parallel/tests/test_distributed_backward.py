@@ -240,8 +240,8 @@ def check_death(rank, world, when):
     if rank == 1:
         output.register_hook(lambda grad: os._exit(7))
     message = (
-        r"rank 0 of 2 failed in the all-reduce of bucket \d of 2 \(branches.[01]\)\. No word from "
-        "rank 1 for 2 s.* start again from a checkpoint"
+        r"^DistributedDataParallel \(rank 0\): the all-reduce of bucket \d of 2 \(branches.[01]\) "
+        r"failed\. No word from rank 1 for 2 s.* start again from a checkpoint"
     )
     with pytest.raises(RuntimeError, match=message):
         output.backward()

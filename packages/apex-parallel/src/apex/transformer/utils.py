@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._lost_ranks import explained
 from . import parallel_state
-from .failures import explained
 from .single_collectives import all_gather_single
 
 __all__ = [

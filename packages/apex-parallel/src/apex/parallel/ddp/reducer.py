@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ..._lost_ranks import explained
 from . import checks, hooks, plan
 from .buckets import Bucket
-from .failures import explained
 from .lanes import Lane, LaneSet, current_stream
 from .parameters import Parameters
 from .plan import BucketSlots
@@ -256,7 +256,7 @@ class GradientReducer:
             lane = self.lane_set.lane(bucket_idx, force_default_stream=self._delayed)
             reductions.append(bucket.launch_zeros(lane, options))
         for bucket_idx, reduction in enumerate(reductions):
-            with explained(lambda at=bucket_idx: self._name_of(at)):
+            with explained(lambda at=bucket_idx: self._name_of(at), who=checks.NAME):
                 reduction.wait()
         self._settle()
 
@@ -268,7 +268,7 @@ class GradientReducer:
         if self.needs_refresh:
             named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
             what, lane = "the parameters that require gradients", self.lane_set.lanes[0]
-            with explained(lambda: "the comparison of parameters"):
+            with explained("the comparison of parameters", who=checks.NAME):
                 hashes = checks.hashes_of_all_ranks(named, lane.device, lane.group)
             self._strided = checks.check_same_on_all_ranks(hashes, what)
         if not (self._delayed or self.slots.agreed):
@@ -284,7 +284,7 @@ class GradientReducer:
         """Make rank 0's buckets everybody's."""
         count, lane = len(self.active_params), self.lane_set.lanes[0]
         numbers = torch.tensor(plan.encode(self._planner.plan(), count), device=lane.device)
-        with explained(lambda: "the broadcast of rank 0's buckets"):
+        with explained("the broadcast of rank 0's buckets", who=checks.NAME):
             dist.broadcast(numbers, 0, group=lane.group)
         agreed = plan.decode(numbers.tolist(), count)
         self.slots.set_plan(agreed, [id(param) for param in self.active_params])
@@ -314,14 +314,14 @@ class GradientReducer:
             is_new = [arrived(id(param)) or id(param) in news for param in bucket.params]
         self.lane_set.settle(False)
         after = {*self.gradient_streams, current_stream(self.lane_set.device)}
-        with explained(lambda: self._name_of(bucket_idx), dist.DistError):
+        with explained(lambda: self._name_of(bucket_idx), who=checks.NAME, errors=dist.DistError):
             bucket.launch(is_new, lane, self.options.reduction(self.divisor), after)
         self.pending.append((bucket_idx, bucket))
 
     def _finish_pending(self) -> None:
         while self.pending:
             bucket_idx, bucket = self.pending[0]
-            with explained(lambda at=bucket_idx: self._name_of(at)):
+            with explained(lambda at=bucket_idx: self._name_of(at), who=checks.NAME):
                 buffer = bucket.finish(self.options.retain_allreduce_buffers)
             self.pending.pop(0)
             if buffer is not None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ..._lost_ranks import explained
 from .. import parallel_state
-from ..failures import explained
 from ..placement import current_device
 
 __all__ = ["GradScaler"]

@@ -6,15 +6,15 @@ import contextlib
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._lost_ranks import explained
 from .. import parallel_state
-from ..failures import explained
 from ..placement import current_device
 
 if TYPE_CHECKING:  # of typing, since Python 3.11
@@ -61,35 +61,37 @@ class Transfers:
             dist.P2POp(dist.isend if m.sends else dist.irecv, m.tensor, m.peer, self.group)
             for m in messages
         ]
-        with lost_peer(self._what(messages)):
+        with self._explained(messages):
             self._works = dist.batch_isend_irecv(operations)
         # NCCL has one work for all of them.
         each = len(self._works) == len(messages)
-        self._whats = [self._what([m]) for m in messages] if each else [self._what(messages)]
+        self._parts = [[m] for m in messages] if each else [messages]
 
     @staticmethod
-    def _what(messages: Sequence[Message]) -> str:
+    def _explained(messages: Sequence[Message]) -> contextlib.AbstractContextManager[None]:
         verbs = [("sending", "to") if m.sends else ("receiving", "from") for m in messages]
-        return ", ".join(
+        what = ", ".join(
             f"{verb} {m.what} {where} rank {m.peer}"
             for m, (verb, where) in zip(messages, verbs, strict=True)
         )
+        return lost_peer(what, [m.peer for m in messages])
 
     def wait(self) -> None:
         """Return when all have ended; ``RuntimeError`` says which one failed."""
         while self._works:
-            with lost_peer(self._whats[0]):
+            with self._explained(self._parts[0]):
                 self._works[0].wait()
-            del self._works[0], self._whats[0]  # one that failed fails again
+            del self._works[0], self._parts[0]  # one that failed fails again
         self.messages = ()  # futures refer to this object, and the tensors may be large
 
 
-@contextlib.contextmanager
-def lost_peer(what: str) -> Iterator[None]:
+def lost_peer(
+    what: str, peers: Sequence[int] | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Have errors of the backend say which stage was at what, and what may have happened."""
+    group = parallel_state.get_pipeline_model_parallel_group()
     who = f"pipeline stage {parallel_state.get_pipeline_model_parallel_rank()}"
-    with explained(what, who=who, other="The other rank"):
-        yield
+    return explained(what, group, who=who, others=peers)
 
 
 class FutureTensor:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..._lost_ranks import explained
 from .. import parallel_state
 from ..enums import ModelType
-from ..failures import explained
 from ..microbatches import NumMicroBatchesCalculator, build_num_microbatches_calculator
 from ._printing import is_last_rank as is_last_rank
 from ._printing import print_rank_0 as print_rank_0

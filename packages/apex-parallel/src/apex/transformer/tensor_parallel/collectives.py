@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._lost_ranks import explained
 from .. import parallel_state
-from ..failures import explained
 from ..single_collectives import all_gather_single, reduce_scatter_single
 from ..utils import tensor_rank_share
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._lost_ranks import explained
 from .. import parallel_state
-from ..failures import explained
 from ..placement import current_device
 
 __all__ = ["broadcast_data"]

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..._lost_ranks import explained
 from .. import parallel_state
 from ..enums import AttnMaskType, AttnType, LayerType, ModelType
-from ..failures import explained
 from ..functional import FusedScaleMaskSoftmax
 from ..layers import FusedLayerNorm
 from ..tensor_parallel import (
