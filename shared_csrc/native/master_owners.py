@@ -14,7 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to its optimizer
+import apex
+
+# Parameter -> weak reference to its optimizer. Each wheel has a copy of this module, but they share
+# a registry, in their namespace. An attribute of the parameter would be in pickles.
+_OWNERS = vars(apex).setdefault("_master_owners", WeakTensorKeyDictionary())
 
 
 def claim(optimizer: Any, params: Iterable[Tensor]) -> None:
