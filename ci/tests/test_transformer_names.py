@@ -15,6 +15,7 @@ from apex.transformer.testing import argument_groups, arguments, global_vars
 # Behind apex.transformer. The test classes of testing.distributed_test_base need a package of
 # torch's own tests; their tests have their names.
 MODULES = {
+    "_ucc_util": "HAS_UCC",
     "_data._batchsampler": "_Base MegatronPretrainingSampler MegatronPretrainingRandomSampler",
     "amp.grad_scaler": "GradScaler",
     "enums": "LayerType AttnType AttnMaskType ModelType",
