@@ -244,12 +244,8 @@ MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
     between = workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
-    is_between = (session.python, torch) in between
-    if (
-        SAMPLES
-        and is_between
-        and (session.python, torch) != workspace.drawn_run(between, dirty.seed())
-    ):
+    is_between = (run := (session.python, torch)) in between
+    if SAMPLES and is_between and run != workspace.drawn_run(between, dirty.seed()):
         stages.note("left out: of the runs between oldest and newest, one is drawn by lot")
         return
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
@@ -258,7 +254,7 @@ def matrix(session, torch):
     # oldest and the newest torch, and between them, by turns, one case of every other function.
     sample = ["-p", "ci.sampling", "--cases-per-test", "2"]
     if is_between:
-        turn = between.index((session.python, torch)) % 2
+        turn = between.index(run) % 2
         sample = ["-p", "ci.sampling", "--cases-per-test", "1", "--share", f"{turn + 1}/2"]
     stages.note(" ".join(sample[2:]))
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
@@ -272,8 +268,8 @@ def nightly(session):
     wheels = [f"{p}[test] @ {workspace.wheel(p).as_uri()}" for p in PACKAGES]
     index = ["--prerelease", "allow", "--index", session.posargs.pop(0)]
     install(session, *index, "torch", *wheels, "pytest-xdist", "setuptools")
-    sample = ["-p", "ci.sampling", "--cases-per-test", "2", *ONE_THREAD]
-    pytest(session, *sample, *(f"packages/{p}/tests" for p in PACKAGES))
+    sample = ["-p", "ci.sampling", "--cases-per-test", "2"]
+    pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
 def client_runs():
@@ -299,10 +295,13 @@ def clients(session, client):
 
 
 def install_nvcc(session):
-    """Take nvcc from the package index where there is none on PATH."""
+    """Take nvcc, and what reads machine code, from the package index where PATH has none."""
+    cuda = MATRIX["cuda"]
     if not shutil.which("nvcc"):
-        toolkit = MATRIX["cuda"]["toolkit"]
-        install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={toolkit}")
+        install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={cuda['toolkit']}")
+    if not shutil.which("cuobjdump"):
+        tools = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+        install(session, *(f"{tool}=={cuda['disassembler']}" for tool in tools))
 
 
 @nox.session
@@ -328,6 +327,14 @@ def gpu_wheels(session):
     pure += ["--python-version", MATRIX["gpu_wheels"]["python"], "--only-binary", ":all:"]
     session.run("python", "-m", "pip", "download", "--quiet", *pure, "-d", str(folder), *tools)
     session.log(f"on the machine with the GPU: python ci/gpu.py --wheels {folder}")
+
+
+def run_on_checkout(session, script, *first):
+    """Run a script of ci/ that compiles, with the packages as they are in this checkout."""
+    editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
+    install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
+    command = ["python", f"ci/{script}.py", *first, *session.posargs]
+    session.run(*command, env=TEST_ENVIRONMENT | COMPILING)
 
 
 def ops_first(session):
@@ -410,10 +417,7 @@ def kernels(session, compiler):
         return
     if compiler == "cuda":
         install_nvcc(session)
-    if compiler == "cuda" and not shutil.which("cuobjdump"):
-        tools = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
-        install(session, *(f"{tool}=={MATRIX['cuda']['disassembler']}" for tool in tools))
-    if compiler == "hip" and not shutil.which("hipcc"):
+    elif compiler == "hip" and not shutil.which("hipcc"):
         session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
     command = ["python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"], "--", *ops]
     session.run(*command, env=COMPILING)
@@ -425,26 +429,27 @@ def emulate(session):
     """Run GPU kernels on an emulated GPU, which finds their faults (-- OP... for some)."""
     ops_first(session)
     sample = cover.sampled_ops() if SAMPLES and not session.posargs else []
-    editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
-    install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
-    command = ["python", "ci/emulate.py", *sample, *session.posargs]
-    session.run(*command, env=TEST_ENVIRONMENT | COMPILING)
+    run_on_checkout(session, "emulate", *sample)
+
+
+@nox.session
+def costs(session):
+    """Count what calls cost on a GPU, without one, into ci/gpu_costs.toml (-- OP... for some)."""
+    ops_first(session)
+    install_nvcc(session)
+    run_on_checkout(session, "costs")
 
 
 @nox.session
 def sanitize(session):
     """Call all operators at random under AddressSanitizer and UBSan (-- CALLS; by hand, 20 min)."""
-    editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
-    install(session, f"torch=={TORCH}", "ninja", "filelock", *editable)
-    session.run("python", "ci/sanitize.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
+    run_on_checkout(session, "sanitize")
 
 
 @nox.session
 def plants(session):
     """Plant faults into GPU engines; does `emulate` find them? (-- NAME..., -- every: hours)."""
-    editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
-    install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
-    session.run("python", "ci/plants.py", *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
+    run_on_checkout(session, "plants")
 
 
 @nox.session
@@ -477,8 +482,7 @@ def bench(session):
 def docs(session):
     """Build the documentation site, strictly, into dist/site (-- serve to look at it)."""
     install(session, f"torch=={TORCH}", *TOOLS, *DOCS_TOOLS)
-    site = DIST / "site"
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    site, quiet = DIST / "site", {"NO_MKDOCS_2_WARNING": "1"}
     session.run("python", "ci/docs.py", session.create_tmp(), str(site), env=quiet)
     if "serve" in session.posargs:
         session.run("python", "-m", "http.server", "--bind", "127.0.0.1", "-d", str(site))

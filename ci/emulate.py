@@ -29,7 +29,7 @@ from native import jit, toolchain, trust  # noqa: E402
 from native.build import Op, build, find_ops  # noqa: E402
 from native.targets import Target  # noqa: E402
 
-from ci import launches  # noqa: E402
+from ci import costs, launches  # noqa: E402
 from ci.workspace import leading_ops, op_tests  # noqa: E402
 
 WORK = ROOT / ".nox" / "emulated"
@@ -42,20 +42,13 @@ MAX_OPERAND_BYTES = 524 << 10
 RUNS = ({"APEX_EMULATE": "32"}, {"APEX_EMULATE": "64", "APEX_EMULATE_SEED": "7"})
 ORDERS = "2"
 PLANTED = "shared_csrc/tests/emulation"
-# A process of tests loads every op's library. Each has a static thread-local variable; for those
-# the C library keeps 512 bytes in all, unless it is told otherwise.
-ONE_PROCESS = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=16384"}
 
 
 def main(*words: str) -> None:
     start = time.monotonic()
     cores = str(len(os.sched_getaffinity(0)))
-    os.environ |= {"APEX_CACHE_DIR": str(WORK / "cache"), "MAX_JOBS": "1"}
     wanted, arguments = leading_ops(words)
-    ops = [(package, op) for package, op in all_ops() if not wanted or op.name in wanted]
-    with ThreadPoolExecutor(int(cores)) as pool:
-        list(pool.map(build_op, ops))
-    os.environ["APEX_EMULATE_BLASLT"] = str(build_fake_blaslt())
+    ops = build_ops(wanted)
     print(f"{len(ops)} ops built in {time.monotonic() - start:.0f} s", flush=True)
     tests = chosen_tests(wanted, arguments)
     options = [
@@ -84,10 +77,13 @@ def main(*words: str) -> None:
         if codes[-1] and "-x" in arguments:
             break
     print(f"emulated in {time.monotonic() - start:.0f} s")
-    wrong = launches.report(notes, sorted(op.name for _, op in ops))
+    wrong = launches.report(notes, ops)
     shutil.rmtree(notes)
     print("\n".join(wrong))
-    sys.exit(max(codes) or bool(wrong and not arguments))
+    costs_changed = [] if arguments else costs.check_calls(ops)
+    print("\n".join(costs_changed))
+    print(f"costs counted in {time.monotonic() - start:.0f} s")
+    sys.exit(max(codes) or bool((wrong and not arguments) or costs_changed))
 
 
 def chosen_tests(wanted: list[str], arguments: list[str]) -> list[str]:
@@ -106,6 +102,16 @@ def all_ops():
     for package in packages():
         for op in find_ops(package / "src"):
             yield package.name.replace("-", "."), op
+
+
+def build_ops(wanted: list[str]) -> list[str]:
+    """Compile the wanted ops, or all, and what stands for BLAS libraries; return their names."""
+    os.environ |= {"APEX_CACHE_DIR": str(WORK / "cache"), "MAX_JOBS": "1"}
+    ops = [(package, op) for package, op in all_ops() if not wanted or op.name in wanted]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(build_op, ops))
+    os.environ["APEX_EMULATE_BLASLT"] = str(build_fake_blaslt())
+    return sorted(op.name for _, op in ops)
 
 
 def build_op(named: tuple[str, Op]) -> None:
@@ -134,7 +140,7 @@ def run_pytest(environment: dict[str, str], *arguments: str) -> int:
     if not environment:
         limits = {}
     command = [sys.executable, "-m", "pytest", "--timeout", "300", *arguments]
-    variables = {**os.environ, **limits, **environment, **ONE_PROCESS}
+    variables = {**os.environ, **limits, **environment, **costs.ONE_PROCESS}
     return subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
 
 

@@ -28,7 +28,7 @@ from native.build import Op, build, find_ops  # noqa: E402
 from native.errors import BuildError  # noqa: E402
 from native.targets import Target  # noqa: E402
 
-from ci import cover, dirty, ptxas, sass  # noqa: E402
+from ci import costs, cover, dirty, ptxas, sass  # noqa: E402
 from ci.workspace import MATRIX, leading_ops, tomllib  # noqa: E402
 
 # Torch's and the toolkits' own headers are compiled with -isystem, so what is left is ours.
@@ -38,6 +38,7 @@ NOISE = re.compile(r"\d+ warnings? generated|argument unused during compilation"
 
 GPU_HEADER = ROOT / "shared_csrc" / "include" / "apex" / "core" / "gpu.h"
 OUTPUT = ROOT / ".nox" / "kernels"
+MACHINE_CODE = OUTPUT / "cuda" / "costs.json"  # what ci/costs.py writes to its table
 EVIDENCE_ARCH = MATRIX["cuda"]["evidence"]
 
 
@@ -77,6 +78,7 @@ def main(backend: str, *words: str) -> None:
         found = {}
         for group, compiled in ops.items():
             found |= evidence(compiled, folder_of(*group), group[0])
+        failures += check_costs(found)
         failures += judge(found, wanted)
     if failures:
         sys.exit("\n".join(["", *failures]))
@@ -138,15 +140,32 @@ def units_of(ops: list[Op]) -> list[tuple[Op, str]]:
 def evidence(ops: list[Op], folder: Path, package: str) -> dict[str, dict]:
     """Return, by unit of compilation, the resources and memory accesses of its kernels."""
     known = json.loads((folder / "resources.json").read_text())
+    launched = costs.Table().launched()
     return {
         f"{package}/{unit}": {
             "op": op.name,
             "resources": known[unit],
-            "accesses": sass.of_library(compiled, EVIDENCE_ARCH),
+            **machine_code(op.name, known[unit], compiled, launched),
         }
         for op, unit in units_of(ops)
         if has_kernels(compiled := folder / f"{unit}.cuda.o")
     }
+
+
+def machine_code(op: str, resources: list[dict], compiled: Path, launched: dict) -> dict[str, list]:
+    """Return the accesses of all kernels, and the costs of those that calls are known to launch."""
+    text = sass.disassemble(compiled, EVIDENCE_ARCH)
+    accesses = [vars(accesses) for accesses in sass.parse(text)]
+    return {"accesses": accesses, "costs": costs.machine_code(op, resources, text, launched)}
+
+
+def check_costs(found: dict[str, dict]) -> list[str]:
+    """Leave the figures for ci/costs.py; return what differs from its table, unless it asks."""
+    figures = [kernel for unit in found.values() for kernel in unit.pop("costs")]
+    MACHINE_CODE.write_text(json.dumps(figures, indent=1))
+    ops = sorted({unit["op"] for unit in found.values()})
+    is_written = os.environ.get(costs.WRITES)
+    return [] if is_written else costs.check_kernels(figures, ops, costs.nvcc_version())
 
 
 def judge(found: dict[str, dict], wanted: list[str] = ()) -> list[str]:

@@ -9,7 +9,6 @@ engine that no compared row of the op took is an error, unless `accepted_ways.to
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from ci import ptxas
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,6 +34,38 @@ WITH_ITSELF = "assert_same_bits"
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Loads, or stores and atomics, of a launch: shared_csrc/emulation/counts.h says of what."""
+
+    accesses: int
+    bytes: int
+    sectors: int
+    needed: int
+    distinct: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a line of the trace has beside, where APEX_EMULATE_COUNTS is set."""
+
+    touching: int  # threads that used an operand at all
+    shared_bytes: int
+    loads: Traffic
+    stores: Traffic
+    # Bytes that the launch read and wrote of operands, by address and when the operand was made.
+    operands: dict[tuple[int, int], tuple[int, int]]
+
+    @classmethod
+    def parse(cls, threads: str, loads: str, stores: str, operands: str) -> "Counted":
+        threads, loads, stores, facts = (
+            tuple(map(int, text.split())) for text in (threads, loads, stores, operands)
+        )
+        each = zip(facts[::4], facts[1::4], facts[2::4], facts[3::4], strict=True)
+        of = {(address, made): (read, written) for address, made, read, written in each}
+        return cls(*threads, Traffic(*loads), Traffic(*stores), of)
+
+
+@dataclass(frozen=True)
 class Launch:
     """A line of the trace: where a kernel is, its grid, its numbers, how memory was used."""
 
@@ -45,15 +78,17 @@ class Launch:
     packs: int
     singles: int
     both: int
+    counted: Counted | None = None
 
     @classmethod
     def parse(cls, line: str) -> "Launch":
-        where, grid, block, numbers, used = line.rstrip("\n").split("\t")
+        where, grid, block, numbers, used, *more = line.rstrip("\n").split("\t")
         library, offset = where.rsplit(" ", 1)
         grid, block, numbers, used = (
             tuple(map(int, text.split())) for text in (grid, block, numbers, used)
         )
-        return cls(library, int(offset, 16), grid, block, numbers, *used)
+        counted = Counted.parse(*more) if more else None
+        return cls(library, int(offset, 16), grid, block, numbers, *used, counted)
 
 
 # The ways of each kernel, by a part of their names. Which of them a launch took is in `ways`, and
@@ -152,10 +187,14 @@ def _symbols(library: str) -> dict[int, str]:
     return {int(where, 16): name for where, kind, name in found if kind in "tTwW"}
 
 
+def name_of(launch: Launch) -> str:
+    """``rowwise_kernel<F<float>>`` of ``void apex::emu::rowwise_kernel<apex::F<float> >(...)``."""
+    return ptxas.shorten(_symbols(launch.library).get(launch.offset, ""))
+
+
 def kernel_of(launch: Launch) -> str:
-    """``rowwise_kernel`` of ``void apex::emu::rowwise_kernel<...>(...)``."""
-    name = _symbols(launch.library).get(launch.offset, "")
-    return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0].rpartition("::")[2]
+    """``rowwise_kernel`` of ``rowwise_kernel<...>``."""
+    return name_of(launch).partition("<")[0]
 
 
 def op_of(library: str) -> str:

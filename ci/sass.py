@@ -1,11 +1,11 @@
-"""Whether the engines' kernels load and store 128 bits at a time, seen in their machine code."""
+"""What machine code shows: accesses of 128 bits, and how much is loaded between two waits."""
 
 import os
 import re
 import shutil
 import subprocess
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ci import ptxas
@@ -13,6 +13,10 @@ from ci import ptxas
 _FUNCTION = re.compile(r"^\s*Function : (\w+)$", re.MULTILINE)
 # Global memory only, but for LD and ST, which may also mean shared memory that was staged. Local
 # (LDL, STL) and shared (LDS, STS) accesses do not count.
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?);", re.MULTILINE)
+_LOAD = re.compile(r"\bLDG?(?=\.)\S* R(\d+),")
+_WRITES_MEMORY = re.compile(r"\b(?:STG?|STS|ATOM\w*|RED)\b")
+_BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _ACCESS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*(LDG?|STG?)(\.[\w.]+)", re.MULTILINE)
 
 # Engines that move data in packs of 16 bytes a thread wherever a tensor's address allows.
@@ -23,6 +27,10 @@ PACKED_KERNELS = {
     "segment_heads": ("loads",),  # sums of float32, which lie as they come
     "segment_sums": ("loads", "stores"),
 }
+
+
+# Kernels whose threads load once and end: what they load on the way of whole packs counts.
+STRAIGHT_KERNELS = ("foreach_kernel<",)
 
 
 @dataclass(frozen=True)
@@ -36,14 +44,27 @@ class Accesses:
     narrow_stores: int
 
 
-def of_library(library: Path, arch: str) -> list[dict]:
-    """Disassemble a library, or object, and count the memory accesses of its kernels."""
+@dataclass(frozen=True)
+class HotLoop:
+    """What a thread does in one turn of the loop that loads most, or of straight code that loads.
+
+    A round is the loads that are issued before the code waits for one of them: bytes / rounds of
+    each resident thread are under way at once. Branches count as not taken.
+    """
+
+    instructions: int
+    loaded_bytes: int
+    rounds: int
+
+
+def disassemble(library: Path, arch: str) -> str:
+    """Return what `cuobjdump -sass` prints of a library or object."""
     cuobjdump, environment = find_cuobjdump()
     command = [cuobjdump, "-sass", "-arch", arch, str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode or "Function :" not in done.stdout:
         raise RuntimeError(f"{' '.join(command)} gave no machine code:\n{done.stderr[:2000]}")
-    return [asdict(a) for a in parse(done.stdout)]
+    return done.stdout
 
 
 def find_cuobjdump() -> tuple[str, dict[str, str]]:
@@ -64,13 +85,80 @@ def find_cuobjdump() -> tuple[str, dict[str, str]]:
 
 def parse(text: str) -> list[Accesses]:
     """Read what `cuobjdump -sass` prints."""
+    return [Accesses(kernel, *_count(code)) for kernel, code in kernels_of(text)]
+
+
+def kernels_of(text: str) -> list[tuple[str, str]]:
+    """Return the kernels in what `cuobjdump -sass` prints: short names and code."""
     _, *parts = _FUNCTION.split(text)
     symbols, codes = parts[::2], parts[1::2]
     kernel_names = ptxas.short_names(symbols)
-    return [
-        Accesses(kernel_names[symbol], *_count(code))
-        for symbol, code in zip(symbols, codes, strict=True)
+    return [(kernel_names[symbol], code) for symbol, code in zip(symbols, codes, strict=True)]
+
+
+def hot_loop(kernel: str, code: str) -> HotLoop | None:
+    """Walk through a kernel's hot loop once; None if it loads nothing."""
+    instructions = [(int(place, 16), text) for place, text in _INSTRUCTION.findall(code)]
+    # Straight code has narrow loads on the way of tails, which is not taken.
+    least_bytes = 16 if kernel.startswith(STRAIGHT_KERNELS) else 1
+    walked = [
+        walk([text for place, text in instructions if first <= place <= last], least_bytes)
+        for first, last in _hot_places(kernel, instructions)
     ]
+    best = max(walked, key=lambda loop: loop.loaded_bytes, default=None)
+    return best if best and best.loaded_bytes else None
+
+
+def _hot_places(kernel: str, instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    """Return the innermost loops, or of straight code what goes from loads to a store."""
+    wide = [i for i, (_, text) in enumerate(instructions) if _LOAD.search(text) and ".128" in text]
+    if kernel.startswith(STRAIGHT_KERNELS) and wide:
+        runs = [[wide[0]]]
+        for i in wide[1:]:  # those further apart are of another way through the kernel
+            runs[-1].append(i) if i - runs[-1][-1] < 60 else runs.append([i])
+        run = max(runs, key=len)
+        behind = range(run[-1], len(instructions))
+        stop = next((i for i in behind if "STG" in instructions[i][1]), len(instructions) - 1)
+        return [(instructions[run[0]][0], instructions[stop][0])]
+    jumps = [
+        (int(found[1], 16), place)
+        for place, text in instructions
+        if (found := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)) and int(found[1], 16) < place
+    ]
+    inner = [
+        loop
+        for loop in jumps
+        if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in jumps)
+    ]
+    loads = [p for p, text in instructions if _LOAD.search(text)]
+    inner = [(first, last) for first, last in inner if any(first <= p <= last for p in loads)]
+    return inner or ([(0, instructions[-1][0])] if instructions else [])
+
+
+def walk(texts: list[str], least_bytes: int = 1) -> HotLoop:
+    """Count loads, and how often some are issued after a wait for earlier ones."""
+    pending: list[set[int]] = []  # the registers of loads that are under way
+    loaded = rounds = 0
+    has_waited = True
+    for text in texts:
+        load = _LOAD.search(text)
+        right = text if _WRITES_MEMORY.search(text) else text.partition(",")[2]
+        used = {int(number) for number in re.findall(r"\bR(\d+)", right)}
+        if any(registers & used for registers in pending):
+            has_waited = True
+            pending = [registers for registers in pending if not registers & used]
+        if load and _width(text) >= least_bytes:
+            rounds, has_waited = rounds + has_waited, False
+            width = _width(text)
+            loaded += width
+            first = int(load[1])
+            pending.append(set(range(first, first + max(1, width // 4))))
+    return HotLoop(len(texts), loaded, rounds)
+
+
+def _width(load: str) -> int:
+    suffixes = load.partition(" R")[0].split(".")
+    return next((_BYTES[suffix] for suffix in suffixes if suffix in _BYTES), 4)
 
 
 def _count(code: str) -> tuple[int, int, int, int]:

@@ -38,6 +38,7 @@ void Machine::access(uintptr_t address, size_t bytes, Access access, const void*
 void Machine::visit(const Region& region, uintptr_t address, size_t bytes, Access access,
                     const void* pc) {
   touch(region, bytes);
+  if (counts_.is_on() && region.kind == Kind::kOperand) count(region, address, bytes, access, pc);
   uint32_t start_of_sharing = region.kind == Kind::kShared ? block_start_ : launch_start_;
   Cell seen{}, next{};  // mostly all bytes of an access have the same past
   bool has_seen = false;

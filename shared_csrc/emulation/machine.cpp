@@ -89,7 +89,9 @@ void Machine::run(const Launch& wanted) {
   touched_.assign(regions_.operands().size(), 0);
   uint64_t orders = number_from("APEX_EMULATE_ORDERS", 1);
   std::string before = orders > 1 ? values() : "";
+  counts_.begin(number_from("APEX_EMULATE_COUNTS", 0) != 0, touched_.size());
   run_blocks();
+  counts_.stop();
   for (uint64_t order = 1; order < orders; ++order) {
     std::string first = values();
     size_t offset = 0;

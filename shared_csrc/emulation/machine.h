@@ -4,6 +4,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include "counts.h"
 #include "memory.h"
 
 namespace apex::emulation {
@@ -63,6 +64,7 @@ class Machine {
   [[noreturn]] void fault(const std::string& what, const std::string& look_for, const void* pc,
                           Site site = {nullptr, 0});
 
+  void count_allocation() const;
   // Raises unless all of a fresh operand's bytes were written.
   void check_written(const void* key);
 
@@ -83,7 +85,9 @@ class Machine {
   std::string values() const;  // of all operands
   void compare(const std::string& expected) const;
   void touch(const Region& region, size_t bytes);
+  void count(const Region& region, uintptr_t address, size_t bytes, Access access, const void* pc);
   void write_trace() const;
+  std::string counted() const;
   void begin_block(uint64_t number);
   void run_block(uint64_t number);
   [[noreturn]] void abandon();
@@ -132,6 +136,7 @@ class Machine {
   std::vector<std::pair<const void*, void*>> shared_;
   uint64_t seed_ = 0, launches_ = 0;
   std::vector<uint8_t> touched_;  // how this launch has used each operand, see trace.cpp
+  Counts counts_;
 };
 
 Machine& machine();

@@ -1,5 +1,6 @@
 // The emulator as one translation unit, compiled once for every library of emulated kernels.
 #include "access.cpp"
+#include "counts.cpp"
 #include "hooks.cpp"
 #include "interface.cpp"
 #include "machine.cpp"

@@ -75,11 +75,12 @@ void Machine::run_block(uint64_t number) {
     }
     bool all_returned = std::all_of(fibers_.begin(), fibers_.begin() + threads_,
                                     [](Fiber& own) { return own.state == State::kReturned; });
-    if (all_returned) return;
+    if (all_returned) break;
     if (resolve_collectives(/*is_stuck=*/false)) continue;
     resolve_collectives(/*is_stuck=*/true);  // raises if a lane waits for one that never comes
     release_barrier();
   }
+  if (counts_.is_on()) counts_.end_block();
 }
 
 // Raises what was reported. Kernels hold nothing that would need a destructor: their stacks are

@@ -121,6 +121,7 @@ APEX_WRAPPED(aoti_torch_aten_new_empty,
 APEX_WRAPPED(aoti_torch_empty_strided,
              (int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
               int32_t device, int32_t index, Handle* result)) {
+  machine().count_allocation();
   Error error = __real_aoti_torch_empty_strided(dim, sizes, strides, dtype, device, index, result);
   return remember(error, *result);
 }

@@ -5,7 +5,7 @@
 int main(int count, char** arguments) {
   using namespace apex;
   bool lists = count == 2 && std::string(arguments[1]) == "list";
-  for (const auto* cases : {&kBoundsCases, &kOrderCases, &kWarpCases, &kLaunchCases}) {
+  for (const auto* cases : {&kBoundsCases, &kOrderCases, &kWarpCases, &kLaunchCases, &kCostCases}) {
     for (const Case& entry : *cases) {
       if (lists) std::puts(entry.name);
       if (count != 3 || std::string(arguments[1]) != entry.name) continue;

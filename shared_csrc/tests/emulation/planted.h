@@ -25,10 +25,10 @@ class Operand {
   ~Operand() { emulation::release_operand(data()); }
   Operand(const Operand&) = delete;
 
-  // Aligned to 16 bytes, as what torch allocates.
+  // Aligned to 64 bytes, as what torch allocates.
   T* data() {
     auto address = reinterpret_cast<uintptr_t>(bytes_.data());
-    return reinterpret_cast<T*>((address + 15) / 16 * 16);
+    return reinterpret_cast<T*>((address + 63) / 64 * 64);
   }
   int count() const { return count_; }
   T& operator[](int i) { return data()[i]; }
@@ -66,6 +66,6 @@ struct Case {
   void (*correct)();
 };
 
-extern const std::vector<Case> kBoundsCases, kOrderCases, kWarpCases, kLaunchCases;
+extern const std::vector<Case> kBoundsCases, kOrderCases, kWarpCases, kLaunchCases, kCostCases;
 
 }  // namespace apex
