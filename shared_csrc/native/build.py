@@ -72,7 +72,8 @@ def digest(op: Op, target: Target) -> str:
         state.update(path.read_bytes())
     compiler = toolchain.compiler_for(target.backend)
     # A home folder may be shared by machines of several kinds, whose compilers and flags agree.
-    command = (platform.machine(), compiler[1:], toolchain.compile_flags(target))
+    flags = [toolchain.compile_flags(target, toolchain.newest_ptx(file)) for file in op.sources]
+    command = (platform.machine(), compiler[1:], flags)
     state.update(repr(command).encode())
     state.update(toolchain.compiler_version(compiler).encode())
     return state.hexdigest()[:16]
@@ -103,8 +104,6 @@ def _launcher() -> list[str]:
 
 def _rules(target: Target, portable: bool) -> list[str]:
     compiler = _command(*_launcher(), *toolchain.compiler_for(target.backend))
-    flags = toolchain.compile_flags(target) + toolchain.include_flags(target)
-    compile_rule = _command(*flags)
     link_words = toolchain.link_flags(target)
     if portable:
         link_words += toolchain.portable_link_flags(target, NO_EXPORTS_FILE)
@@ -114,7 +113,7 @@ def _rules(target: Target, portable: bool) -> list[str]:
     name = target.name
     return [
         f"rule compile_{name}",
-        f"  command = {compiler} {compile_rule} $op_flags -MMD -MF $out.d -c $in -o $out",
+        f"  command = {compiler} $flags -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         f"rule link_{name}",
@@ -165,7 +164,10 @@ def _old_libraries_rules() -> list[str]:
     ]
 
 
-def _write_ninja(ops: list[Op], targets: list[Target], folder: Path, portable: bool) -> None:
+def _write_ninja(
+    ops: list[Op], targets: list[Target], folder: Path, portable: bool, headers: Path | None
+) -> None:
+    first = [f"-I{headers.resolve()}"] if headers else []
     lines = ["ninja_required_version = 1.8", ""]
     if portable:
         (folder / NO_EXPORTS_FILE).write_text(toolchain.NO_EXPORTS)
@@ -183,13 +185,15 @@ def _write_ninja(ops: list[Op], targets: list[Target], folder: Path, portable: b
             lines += _emulator_rules()
             objects.append("emulator.o")
         for op in ops:
-            paths = toolchain.path_flags(target, op.folder, folder.resolve())
-            flags = [f"-I{op.folder.resolve()}", *paths]
+            own = [f"-I{op.folder.resolve()}"]
+            own += toolchain.path_flags(target, op.folder, folder.resolve())
             for source in op.sources:
+                flags = toolchain.compile_flags(target, toolchain.newest_ptx(source))
+                flags += [*first, *toolchain.include_flags(target), *own]
                 objects.append(f"{op.unit_name(source)}.{target.name}.o")
                 lines += [
                     f"build {objects[-1]}: compile_{target.name} {_escape(source.resolve())}",
-                    f"  op_flags = {_command(*flags)}",
+                    f"  flags = {_command(*flags)}",
                 ]
         needs = f" | {stub}" if stub else ""
         lines += [f"build {target.name}.so: link_{target.name} {' '.join(objects)}{needs}", ""]
@@ -213,6 +217,7 @@ def build(
     package: str,
     log: Path | None = None,
     portable: bool = False,
+    headers: Path | None = None,
 ) -> dict[Target, Path]:
     """Compile all ``ops`` for each target and link one library per target.
 
@@ -223,6 +228,7 @@ def build(
         package: the package's name, for messages.
         log: the file that the compilers' output goes to; ``<folder>/build.log`` by default.
         portable: whether the libraries must load on systems older than this one, as a wheel's must.
+        headers: a folder whose headers, such as ``apex/core/gpu_shapes.h``, replace ours.
 
     Returns:
         The library of each target, ``<folder>/<target name>.so``.
@@ -232,7 +238,7 @@ def build(
     """
     ops, targets = list(ops), list(targets)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_ninja(ops, targets, folder, portable)
+    _write_ninja(ops, targets, folder, portable, headers)
     command = [toolchain.find_ninja(), "-C", str(folder)]
     max_jobs = os.environ.get("MAX_JOBS", "")
     if max_jobs:

@@ -48,6 +48,9 @@ _WRAPPED = (
     "aoti_torch_copy_",
 )
 
+# What code for CUDA is translated from, unless its source asks for something newer.
+_SHARED_PTX = 80
+_PTX = re.compile(r"^#define APEX_PTX\b[ \t]*(.*?)[ \t]*(?://.*)?$", re.MULTILINE)
 
 VERSION_TIMEOUT_S = 60
 
@@ -207,8 +210,30 @@ def toolkit_major(backend: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def compile_flags(target: Target) -> list[str]:
-    """Everything between the compiler and ``-c``, but for include paths of a single op."""
+def newest_ptx(source: Path) -> int:
+    """What a source's code for CUDA is translated from at most: the 90 of ``#define APEX_PTX 90``.
+
+    Raises:
+        BuildError: something else than a number stands there.
+    """
+    asked = _PTX.search(source.read_text())
+    if asked is None:
+        return _SHARED_PTX
+    if not re.fullmatch(r"\d+", asked[1]):
+        raise BuildError(
+            f"{source}: expected a compute capability without its dot, as in `#define APEX_PTX "
+            f"90`, got {asked[1]!r}."
+        )
+    return int(asked[1])
+
+
+def compile_flags(target: Target, ptx: int = _SHARED_PTX) -> list[str]:
+    """Everything between the compiler and ``-c``, but for include paths of a single op.
+
+    Args:
+        target: what to compile for.
+        ptx: for CUDA, what :func:`newest_ptx` says of the source.
+    """
     if target.backend == "cpu":
         flags = [*_COMMON, *_CPU_FLAGS, "-Wall", "-Wextra"]
         if target.level != "baseline":
@@ -231,21 +256,21 @@ def compile_flags(target: Target) -> list[str]:
         # Warnings that torch's own headers raise say nothing about our kernels.
         flags += ["-diag-suppress=20012,20011", "-Wno-deprecated-gpu-targets"]
         for arch in target.archs:
-            flags += ["-gencode", f"arch={_virtual_arch(arch)},code={arch}"]
+            flags += ["-gencode", f"arch={_virtual_arch(arch, ptx)},code={arch}"]
         return flags
     flags = [*_COMMON, *_CPU_FLAGS, "-x", "hip", "-D__HIP_PLATFORM_AMD__=1"]
     return [*flags, *(f"--offload-arch={arch}" for arch in target.archs)]
 
 
-def _virtual_arch(arch: str) -> str:
+def _virtual_arch(arch: str, ptx: int) -> str:
     """What code for a GPU is translated from: ``compute_80`` for all since Ampere.
 
-    Kernels ask for nothing newer, and one translation serves all GPUs: a third of the time that a
-    wheel for four would take.
+    Few kernels ask for anything newer, and one translation serves all GPUs: a third of the time
+    that a wheel for four would take. A source that asks has one more, for the GPUs that have it.
     """
     kind, _, number = arch.partition("_")
     if kind == "sm" and number.isdigit():  # sm_90a and the like are what they are
-        number = str(min(int(number), 80))
+        number = str(ptx if int(number) >= ptx else min(int(number), _SHARED_PTX))
     return f"compute_{number}"
 
 

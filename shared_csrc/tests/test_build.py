@@ -181,3 +181,76 @@ def test_a_compiler_that_is_not_there(monkeypatch, wanted):
 def test_code_for_several_gpus_shares_one_translation(archs, expected):
     flags = toolchain.compile_flags(Target("cuda", archs=archs))
     assert [flag for flag in flags if flag.startswith("arch=")] == expected
+
+
+@pytest.mark.parametrize(
+    ("ptx", "archs", "expected"),
+    [
+        (90, ("sm_75", "sm_86"), ["arch=compute_75,code=sm_75", "arch=compute_80,code=sm_86"]),
+        (90, ("sm_90", "sm_120"), ["arch=compute_90,code=sm_90", "arch=compute_90,code=sm_120"]),
+        (100, ("sm_90", "sm_103"), ["arch=compute_80,code=sm_90", "arch=compute_100,code=sm_103"]),
+        (90, ("sm_90a",), ["arch=compute_90a,code=sm_90a"]),
+    ],
+    ids=["older", "newer", "between", "of one GPU alone"],
+)
+def test_newer_code_is_for_the_gpus_that_have_it(ptx, archs, expected):
+    flags = toolchain.compile_flags(Target("cuda", archs=archs), ptx)
+    assert [flag for flag in flags if flag.startswith("arch=")] == expected
+
+
+@pytest.mark.parametrize("asked", ["", "sm_90", "9.0", "90, 100"])
+def test_what_a_source_asks_for_is_a_number(op, tmp_path, asked):
+    op.source.write_text(f"#define APEX_PTX {asked} // why\n")
+    message = rf"my_op\.cpp: expected a compute capability .*APEX_PTX 90`, got '{asked}'"
+    with pytest.raises(BuildError, match=message):
+        build.build([op], [Target("cpu")], tmp_path / "out", package="apex.test")
+
+
+def test_a_source_that_asks_is_another_library(op, monkeypatch):
+    monkeypatch.setattr(toolchain, "compiler_for", lambda backend: [sys.executable])
+    target = Target("cuda", archs=("sm_90",))
+    (op.folder / "more.cpp").write_text("// #define APEX_PTX 90\nint APEX_PTX_ = 1;\n")
+    assert [toolchain.newest_ptx(source) for source in op.sources] == [80, 80]
+    (op.folder / "more.cpp").write_text("#define APEX_PTX  90 // clusters\n")
+    assert [toolchain.newest_ptx(source) for source in op.sources] == [80, 90]
+    before = build.digest(op, target)
+    monkeypatch.setattr(toolchain, "newest_ptx", lambda source: 80)
+    assert build.digest(op, target) != before
+
+
+NEWER = """{asks}
+#include "apex/core/config.h"
+#if __CUDA_ARCH__ >= 900
+__device__ const char translated[] = "translated from compute_90";
+#elif defined(__CUDA_ARCH__)
+__device__ const char translated[] = "translated from compute_80";
+#else
+__device__ const char translated[] = "";
+#endif
+__global__ void wait(char* out) {{
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("barrier.cluster.arrive;\\n barrier.cluster.wait;" ::: "memory");
+#endif
+  *out = translated[threadIdx.x];
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("asks", "arch", "translated"),
+    [("", "sm_90", 80), ("#define APEX_PTX 90", "sm_90", 90), ("#define APEX_PTX 90", "sm_80", 80)],
+)
+def test_clusters_and_dependent_launches_are_reached_where_asked_for(
+    op, tmp_path, monkeypatch, asks, arch, translated
+):
+    try:
+        toolchain.compiler_for("cuda")
+    except BuildError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-no-compress")  # so that strings can be read
+    op.source.write_text(NEWER.format(asks=asks))
+    target = Target("cuda", archs=(arch,))
+    built = build.build([op], [target], tmp_path / "out", package="apex.test")[target]
+    found = re.findall(rb"translated from compute_(\d+)", built.read_bytes())
+    assert {int(number) for number in found} == {translated}
