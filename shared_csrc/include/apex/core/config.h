@@ -18,6 +18,13 @@
 #if defined(APEX_GPU)
 #define APEX_HD __host__ __device__ __forceinline__
 #define APEX_DEVICE __device__ __forceinline__
+// Threads of a block at most, and blocks that registers must suffice for; 0 is nothing said. HIP's
+// second number would be one of warps.
+#if defined(APEX_CUDA)
+#define APEX_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#else
+#define APEX_LAUNCH_BOUNDS(threads, blocks) __launch_bounds__((threads) ? (threads) : 1024)
+#endif
 #else
 #define APEX_HD inline __attribute__((always_inline))
 #endif

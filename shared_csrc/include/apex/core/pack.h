@@ -3,6 +3,9 @@
 
 #include "apex/core/storage.h"
 
+#if defined(APEX_GPU)
+#include "apex/core/gpu_shapes.h"
+#endif
 #if defined(APEX_CPU)
 #include "apex/core/pack_cpu.h"
 #endif
@@ -45,6 +48,16 @@ APEX_HD void store_pack(S* target, const T (&values)[N]) {
   Vector<S, N> vector;
 #pragma unroll
   for (int i = 0; i < N; ++i) vector.values[i] = convert<S>(values[i]);
+#if defined(__CUDA_ARCH__)
+  if constexpr (kStreamingStores && sizeof(vector) % 16 == 0) {
+    const int4* words = reinterpret_cast<const int4*>(&vector);
+#pragma unroll
+    for (size_t i = 0; i < sizeof(vector) / 16; ++i) {
+      __stcs(reinterpret_cast<int4*>(target) + i, words[i]);
+    }
+    return;
+  }
+#endif
   *reinterpret_cast<Vector<S, N>*>(target) = vector;
 }
 

@@ -6,12 +6,12 @@
 #include <limits>
 
 #include "apex/core/gpu.h"
+#include "apex/core/gpu_shapes.h"
 #include "apex/core/table.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int kForeachThreads = 256;
 // Kernel parameters may take 4 KiB on every GPU; some room is for the functor.
 inline constexpr size_t kForeachTableBytes = 3584;
 

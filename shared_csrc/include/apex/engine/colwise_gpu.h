@@ -8,10 +8,8 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int kColwiseThreadsY = 8;
-inline constexpr int kRowsInFlight = 4;         // of each thread
-inline constexpr int64_t kColwiseRows = 128;    // rows per tile, at least
-inline constexpr int64_t kColwiseSplits = 128;  // tiles along the rows, at most
+inline constexpr int kColwiseBoundThreads = kColwiseBounds ? kGroupLanes * kColwiseThreadsY : 0;
+static_assert((kColwiseThreadsY & (kColwiseThreadsY - 1)) == 0, "merged in pairs");
 
 template <class Program, class T, int N>
 APEX_HD void merge_sums(const Program& program, Array<T, N>& total, const Array<T, N>& part) {
@@ -124,7 +122,9 @@ APEX_DEVICE Array<T, Program::kSums> thread_sums(int64_t begin, int64_t end, int
                                                  int64_t column, const Program& program) {
   using Column = ColumnRow<T, Program::kSums>;
   constexpr int kRows = kRowsInFlight;
-  Column rows[kRows] = {{columns, column}, {columns, column}, {columns, column}, {columns, column}};
+  auto rows = [&]<size_t... I>(std::index_sequence<I...>) {
+    return Array<Column, kRows>{{(static_cast<void>(I), Column(columns, column))...}};
+  }(std::make_index_sequence<kRows>{});
   int64_t index = begin + threadIdx.y;
   for (; index + (kRows - 1) * kColwiseThreadsY < end; index += kRows * kColwiseThreadsY) {
 #pragma unroll
@@ -138,8 +138,12 @@ APEX_DEVICE Array<T, Program::kSums> thread_sums(int64_t begin, int64_t end, int
     program.column_sums(rows[0]);
   }
 #pragma unroll
-  for (int i = 0; i < kRows; i += 2) merge_sums(program, rows[i].sums, rows[i + 1].sums);
-  merge_sums(program, rows[0].sums, rows[2].sums);
+  for (int step = 1; step < kRows; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kRows; i += 2 * step) {
+      merge_sums(program, rows[i].sums, rows[i + step].sums);
+    }
+  }
   return rows[0].sums;
 }
 
@@ -157,14 +161,16 @@ APEX_DEVICE void column_tile(int64_t begin, int64_t end, int64_t columns, int64_
 
 // partials: [splits, kSums, columns].
 template <class Program, class T>
-__global__ void colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
+__global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
+    colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   column_tile(rows * blockIdx.y / gridDim.y, rows * (blockIdx.y + 1) / gridDim.y, columns, column,
               partials + static_cast<int64_t>(blockIdx.y) * Program::kSums * columns, program);
 }
 
 template <class Program, class T>
-__global__ void colwise_merge(int64_t splits, int64_t columns, const T* partials, Program program) {
+__global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
+    colwise_merge(int64_t splits, int64_t columns, const T* partials, Program program) {
   constexpr int kSums = Program::kSums;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   auto part_of = [&](int64_t split) {

@@ -65,8 +65,8 @@ struct RowsOfSamples {
 
 // partials: [samples, splits, kSums, columns].
 template <class Program, class T>
-__global__ void sample_tiles(int64_t rows, int64_t columns, int64_t tiles, T* partials,
-                             Program program) {
+__global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
+    sample_tiles(int64_t rows, int64_t columns, int64_t tiles, T* partials, Program program) {
   const int64_t sample = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int64_t splits = gridDim.y, split = blockIdx.y, first = sample * rows;
   column_tile(first + rows * split / splits, first + rows * (split + 1) / splits, columns,

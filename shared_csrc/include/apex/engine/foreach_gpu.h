@@ -9,8 +9,6 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int kForeachPacks = 4;  // packs per thread: several loads in flight
-
 // Elements of a block, in packs of n.
 APEX_HD constexpr int64_t foreach_elements(int n) {
   return int64_t{kForeachThreads} * kForeachPacks * n;
@@ -154,7 +152,7 @@ struct alignas(16) RawStorage {
 };
 
 template <class Prepared, int N, class F, class... Columns>
-__global__ void __launch_bounds__(kForeachThreads)
+__global__ void APEX_LAUNCH_BOUNDS(kForeachThreads, kForeachResidentBlocks)
     foreach_kernel(ForeachBatch<sizeof...(Columns), foreach_elements(N)> batch, F functor) {
   using Own = decltype(of_tensor(prepared(functor), 0));
   using Kernel = ForeachKernel<Own, N, std::index_sequence_for<Columns...>, Columns...>;

@@ -6,10 +6,6 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Packs that a thread combines in T before it goes on in double: more would lose digits, fewer
-// would ask too much of GPUs whose double arithmetic is slow.
-inline constexpr int kReduceRun = 4;
-
 template <class F>
 struct Combine {
   APEX_DEVICE double operator()(double a, double b) const { return F::combine(a, b); }

@@ -6,21 +6,14 @@
 #include <utility>
 
 #include "apex/core/gpu.h"
+#include "apex/core/gpu_shapes.h"
 #include "apex/engine/packs_gpu.h"
 #include "apex/engine/row_concepts.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Up to so many columns a group of lanes takes a row, which needs no barrier, and up to
-// kWideColumns a block of kGroupThreads. Neither the number of rows nor where one lies decides
-// anything: a row has the same bits in every batch, see terms().
-inline constexpr int64_t kGroupColumns = 512, kWideColumns = 1024;
-inline constexpr int kFewestLanes = 8;     // of a row
-inline constexpr int kGroupThreads = 128;  // of a block of such rows
-inline constexpr int kRowwiseThreads = 256;
-inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
-inline constexpr int kPacksPerPart = 4;           // of a sum
+inline constexpr int kPacksPerPart = 4;  // of a sum
 
 // A thread's terms of a sum in two stages: were each added to the total, a large one would swallow
 // the digits of all that follow.
@@ -338,7 +331,7 @@ constexpr int stages_of() {
 }
 
 template <class Program>
-__global__ void __launch_bounds__(kRowwiseThreads)
+__global__ void APEX_LAUNCH_BOUNDS(kRowwiseThreads, kRowwiseResidentBlocks)
     rowwise_kernel(int64_t rows, int64_t columns, int64_t scratch_stride, Program program) {
   using T = typename Program::value_type;
   APEX_DYNAMIC_SHARED(dynamic_shared);
