@@ -306,15 +306,15 @@ def install_nvcc(session):
 
 @nox.session
 def gpu_wheels(session):
-    """Build wheels with CUDA kernels, and fetch test tools, to carry to a GPU (-- FOLDER)."""
-    folder = Path(session.posargs[0] if session.posargs else DIST / "gpu").resolve()
+    """Build wheels and test tools (-- FOLDER), or variants (-- --campaign), to carry to a GPU."""
     install(session, f"torch=={TORCH}", "build", "hatchling", "ninja", "pip")
     install_nvcc(session)
-    environment = {
-        "APEX_BUILD_CPP_OPS": "1",
-        "APEX_BUILD_CUDA_OPS": "1",
-        "TORCH_CUDA_ARCH_LIST": MATRIX["gpu_wheels"]["cuda_arch_list"],
-    }
+    if session.posargs[:1] == ["--campaign"]:
+        session.run("python", "ci/campaign.py", *session.posargs[1:], env=COMPILING)
+        return
+    folder = Path(session.posargs[0] if session.posargs else DIST / "gpu").resolve()
+    environment = {f"APEX_BUILD_{group}_OPS": "1" for group in ("CPP", "CUDA")}
+    environment["TORCH_CUDA_ARCH_LIST"] = MATRIX["gpu_wheels"]["cuda_arch_list"]
     tools = MATRIX["gpu_wheels"]["carried"]
     for name in [*PACKAGES, *tools]:  # pip refuses two versions of one
         for old in folder.glob(f"{name.replace('-', '_')}-*.whl"):

@@ -2,6 +2,7 @@
 
 python ci/gpu.py [--wheels DIR] [--out DIR] [--only tests,sanitizer,bench] [--benchmarks NAME,...]
                  [--minutes N]
+python ci/gpu.py --campaign [ARCHIVE] [--out DIR] [--minutes N]
 
 Runs the device tests of all packages, compute-sanitizer on a case of each, and the benchmarks, each
 within its share of the time; a step that fails does not stop the next. Figures go to DIR
@@ -11,6 +12,9 @@ failed.
 Without --wheels the packages are built from this checkout for the card at hand, which takes nvcc or
 hipcc and ninja. `nox -s gpu_wheels` makes a folder of wheels, test tools included, to carry to a
 machine that lacks these. Nothing is installed into the environment that runs this.
+
+With --campaign it measures kernels that were compiled elsewhere in many variants (`nox -s
+gpu_wheels -- --campaign`), and prints which won, by op, dtype and size.
 """
 
 import argparse
@@ -27,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ci" / "testkit")]
 
-from ci import gpu_install, gpu_report  # noqa: E402
+from ci import gpu_campaign, gpu_install, gpu_report  # noqa: E402
 from ci.gpu_process import Outcome, execute, find_sanitizer  # noqa: E402
 
 STEPS = ("tests", "sanitizer", "bench")
@@ -35,6 +39,7 @@ STEPS = ("tests", "sanitizer", "bench")
 SHARES = {"tests": 0.45, "sanitizer": 0.35, "bench": 1.0}
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 TOOLS = ("memcheck", "racecheck")
+MINUTES, CAMPAIGN_MINUTES = 10, 8
 TURNS = 3  # in which all benchmarks run, each with other cases
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 TOLD_AT_ONCE = ["-p", "ci.gpu_tests"]
@@ -74,9 +79,11 @@ class Run:
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     started = time.monotonic()
+    deadline = started + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.campaign:
+        return gpu_campaign.run(options.campaign, options.device, options.out, deadline)
     with tempfile.TemporaryDirectory(prefix="apex-gpu-") as scratch:
-        deadline = started + 60 * options.minutes
         run = Run(options.device, options.out, deadline, {}, options.benchmarks)
         try:
             run.environment = gpu_install.environment(Path(scratch), options.wheels, options.device)
@@ -103,16 +110,31 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--benchmarks", type=benchmark_list, default=[], metavar="NAME,...", help="default: all"
     )
     parser.add_argument(
-        "--minutes", type=float, metavar="N", default=10.0, help="for all steps together"
+        "--minutes",
+        type=float,
+        metavar="N",
+        help=f"for all steps together; default: {MINUTES}, for a campaign {CAMPAIGN_MINUTES}",
+    )
+    parser.add_argument(
+        "--campaign",
+        type=Path,
+        metavar="ARCHIVE",
+        nargs="?",
+        const=ROOT / "dist" / "campaign.tar.xz",
+        help="of variants; default: dist/campaign.tar.xz",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU"
     )
     options = parser.parse_args(arguments)
+    if options.minutes is None:
+        options.minutes = CAMPAIGN_MINUTES if options.campaign else MINUTES
     if options.minutes <= 0:
         parser.error(f"--minutes must be positive, got {options.minutes}")
     if options.wheels and not list(options.wheels.glob("apex_*.whl")):
         parser.error(f"--wheels: {options.wheels} holds no wheel of Apex")
+    if options.campaign and not options.campaign.is_file():
+        parser.error(f"--campaign: there is no {options.campaign}; see ci/campaign.py")
     options.out = options.out.resolve()
     return options
 
