@@ -296,11 +296,10 @@ def clients(session, client):
 
 def install_nvcc(session):
     """Take nvcc, and what reads machine code, from the package index where PATH has none."""
-    cuda = MATRIX["cuda"]
+    cuda, tools = MATRIX["cuda"], ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
     if not shutil.which("nvcc"):
         install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={cuda['toolkit']}")
     if not shutil.which("cuobjdump"):
-        tools = ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
         install(session, *(f"{tool}=={cuda['disassembler']}" for tool in tools))
 
 
@@ -400,8 +399,7 @@ def kernels(session, compiler):
     if rest:
         session.error(f"expected ops alone, got {' '.join(rest)}")
     alone = bool(ops)
-    # nvcc takes all ops for one architecture (ci/kernels.py): which kernels spill is seen nowhere
-    # else.
+    # nvcc takes all ops for one architecture (ci/kernels.py): spills are seen nowhere else.
     if SAMPLES and not ops:
         sample = cover.sampled_ops()
         ops = sample if compiler != "cuda" else ops
