@@ -209,7 +209,7 @@ def _rms_norm_backward(name, dout, invvar, saved, shape, gamma, eps, efficient):
 
 
 def _check_backward_operands(name, dout, saved, gamma, beta, shape, eps):
-    _check_operands(name, saved, gamma, beta, _as_shape(shape), eps, mixed=True)
+    _check_operands(name, saved, gamma, beta, _as_shape(name, shape), eps, mixed=True)
     if dout.shape != saved.shape:
         raise ValueError(
             f"{name}: dout must have the shape of input_or_output, which is {list(saved.shape)}; "

@@ -137,8 +137,11 @@ def test_meta_and_deferred_initialization(kind):
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("shape", [(), 0, (3, 0), -1], ids=str)
 def test_bad_shapes_are_refused(kind, shape):
-    with pytest.raises(ValueError, match="normalized_shape must name at least one dimension"):
+    text = rf"^{kind.__name__}: normalized_shape must name at least one dimension"
+    with pytest.raises(ValueError, match=text):
         kind(shape)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: normalized_shape must be an int or"):
+        kind(0.5)
 
 
 @pytest.mark.parametrize("shape", [numpy.int64(5), [numpy.int64(5)], torch.tensor(5)], ids=repr)

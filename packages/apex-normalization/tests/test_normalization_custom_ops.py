@@ -157,3 +157,26 @@ def test_refusals(device):
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"weight\[0\] is 0 \(33 of 33 are\)"):
             torch.ops.apex.fused_rms_norm_affine_fwd(tensors[0], tensors[1] * 0, *options)
+
+
+@pytest.mark.parametrize("shape", [[], [0], [-1], [-(2**63)]], ids=str)
+@pytest.mark.parametrize("name", [*SCHEMAS, *BACKWARDS])
+def test_bad_shapes_are_refused(name, shape, device):
+    """On meta tensors too; the error begins with the function's name."""
+    given = {
+        **dict.fromkeys(("input", "grad_output", "input_or_output"), torch.ones(4, C)),
+        **dict.fromkeys(("weight", "bias"), torch.ones(C)),
+        **dict.fromkeys(("mean", "invvar"), torch.ones(4)),
+        "normalized_shape": shape,
+        "eps": EPS,
+        "memory_efficient": False,
+    }
+    operator = getattr(torch.ops.apex, name).default
+    names = [argument.name for argument in operator._schema.arguments]
+    begin = name.removesuffix("_fwd")
+    if name in BACKWARDS:
+        begin = f"{'layer' if 'layer' in name else 'rms'}_norm_backward"
+    for target in (device, "meta"):
+        moved = [v.to(target) if isinstance(v, torch.Tensor) else v for v in map(given.get, names)]
+        with pytest.raises(ValueError, match=rf"^{begin}: normalized_shape must name at least one"):
+            operator(*moved)

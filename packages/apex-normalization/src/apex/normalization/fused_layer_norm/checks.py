@@ -15,25 +15,27 @@ from .._shared.native.operands import FLOATS, check_floating, statistics_dtype
 from .._shared.native.transforms import kernels_serve
 
 
-def as_shape(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+def as_shape(name: str, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return ``normalized_shape`` as a tuple; an int (also numpy's or symbolic) is one dimension.
+
+    ``name`` is the caller's, for messages.
 
     Raises:
         TypeError: it is neither an int nor a sequence.
         ValueError: it is empty or has a size below 1.
     """
     if not isinstance(normalized_shape, tuple):  # which modules keep
-        normalized_shape = _sizes(normalized_shape)
+        normalized_shape = _sizes(name, normalized_shape)
     shape = tuple(normalized_shape)
     if not shape or min(shape) < 1:
         raise ValueError(
-            f"normalized_shape must name at least one dimension, each of size 1 or more; "
+            f"{name}: normalized_shape must name at least one dimension, each of size 1 or more; "
             f"got {list(shape)}."
         )
     return shape
 
 
-def _sizes(normalized_shape: Any) -> tuple[int, ...]:
+def _sizes(name: str, normalized_shape: Any) -> tuple[int, ...]:
     if isinstance(normalized_shape, (int, torch.SymInt)):
         return (normalized_shape,)
     try:
@@ -44,7 +46,7 @@ def _sizes(normalized_shape: Any) -> tuple[int, ...]:
         return (operator.index(normalized_shape),)
     except TypeError:
         raise TypeError(
-            f"normalized_shape must be an int or a sequence of ints, got "
+            f"{name}: normalized_shape must be an int or a sequence of ints, got "
             f"{type(normalized_shape).__name__}."
         ) from None
 

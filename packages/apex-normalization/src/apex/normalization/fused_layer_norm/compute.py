@@ -20,7 +20,7 @@ def layer_norm(
     name: str, x: Tensor, weight, bias, normalized_shape: Shape, eps: float, mixed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, mean and rstd; ``name`` is the caller's, for messages."""
-    shape = as_shape(normalized_shape)
+    shape = as_shape(name, normalized_shape)
     check_operands(name, x, weight, bias, shape, eps, mixed)
     out_dtype = x.dtype if weight is None else weight.dtype
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
@@ -38,7 +38,7 @@ def rms_norm(
     name: str, x: Tensor, weight, normalized_shape: Shape, eps: float, mixed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return y and rstd; ``name`` is the caller's, for messages."""
-    shape = as_shape(normalized_shape)
+    shape = as_shape(name, normalized_shape)
     check_operands(name, x, weight, None, shape, eps, mixed)
     out_dtype = x.dtype if weight is None else weight.dtype
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
@@ -63,7 +63,7 @@ def layer_norm_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx, dweight and dbias, the latter two in dy's dtype or None without weight_grads."""
     x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
-    columns = math.prod(as_shape(normalized_shape))
+    columns = math.prod(as_shape("layer_norm_backward", normalized_shape))
     dy_, weight_ = exact(dy, weight_dtype), operand(weight, weight_dtype)
     if from_output:
         dx, dweight, dbias = ops.layer_norm_backward_from_output(
@@ -93,7 +93,7 @@ def rms_norm_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Return dx and dweight, the latter in dy's dtype or None without weight_grads."""
     x_dtype, weight_dtype = kernel_dtypes(dx_dtype, dy.dtype, from_output)
-    columns = math.prod(as_shape(normalized_shape))
+    columns = math.prod(as_shape("rms_norm_backward", normalized_shape))
     dy_, weight_ = exact(dy, weight_dtype), operand(weight, weight_dtype)
     if from_output:
         dx, dweight = ops.rms_norm_backward_from_output(

@@ -29,7 +29,7 @@ def run_layer_norm(
 
     With ``mixed`` the result has the weight's dtype.
     """
-    shape = as_shape(normalized_shape)
+    shape = as_shape(name, normalized_shape)
     check_operands(name, x, weight, bias, shape, eps)
     formula = formulas.layer_norm
     if memory_efficient:
@@ -51,7 +51,7 @@ def run_rms_norm(
     zero_centered_gamma: bool = False,
 ) -> Tensor:
     """As :func:`run_layer_norm`, without a bias."""
-    shape, eps = as_shape(normalized_shape), rms_eps(x, eps)
+    shape, eps = as_shape(name, normalized_shape), rms_eps(x, eps)
     check_operands(name, x, weight, None, shape, eps)
     formula = formulas.rms_norm
     if memory_efficient:
@@ -226,7 +226,7 @@ def manual_rms_norm(
         Shape of ``input``; dtype of ``weight``, or of ``input`` without one, as with the fused
         functions. With a 16-bit weight the quotient is rounded to its dtype first.
     """
-    dims = tuple(range(-len(as_shape(normalized_shape)), 0))
+    dims = tuple(range(-len(as_shape("manual_rms_norm", normalized_shape)), 0))
     out_dtype = input.dtype if weight is None else weight.dtype
     wide = input.to(statistics_dtype(torch.promote_types(input.dtype, out_dtype)))
     mean_square = wide.square().mean(dims, keepdim=True)

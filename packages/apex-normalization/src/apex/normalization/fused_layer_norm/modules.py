@@ -50,7 +50,7 @@ class _Norm(nn.Module):
         super().__init__()
         if eps is not None or not self._takes_no_eps:
             check_eps(type(self).__name__, eps)
-        self.normalized_shape = torch.Size(as_shape(normalized_shape))
+        self.normalized_shape = torch.Size(as_shape(type(self).__name__, normalized_shape))
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
