@@ -89,7 +89,7 @@ def table(tmp_path):
     kernel = {"op": "norm", "kernel": KERNEL, "launches": 1, "blocks": 2, "block": 256, "shared": 8}
     kernel |= {"threads": 512, "touching": 512, "loads": [1, 16, 1, 1, 16], "stores": [0] * 5}
     call = {"op": "norm", "call": 'norm "a" 1x4', "part": "forward", "launches": 2, "moved": 32}
-    call |= {"kernels": [kernel], "torch": {"add_": 1}, "predicted_us": 5.2}
+    call |= {"memsets": 0, "copies": 1, "kernels": [kernel], "torch": {"add_": 1}}
     written.calls, written.tools = {costs.call_key(call): call}, {"python": "3.11"}
     written.write()
     return costs.Table(written.file)
