@@ -157,7 +157,11 @@ def count_calls(ops: list[str]) -> list[dict]:
         output = folder / f"{share}.json"
         command = [sys.executable, str(ROOT / "ci" / "cost_counts.py"), str(output)]
         environment = os.environ | {"APEX_EMULATE": "32", "KINETO_LOG_LEVEL": "5"} | ONE_PROCESS
-        done = subprocess.run([*command, *chosen[share::cores]], env=environment, check=False)
+        command += chosen[share::cores]
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        # The profiler tells of itself at each use.
+        told = [line for line in done.stderr.splitlines() if not line.startswith("USDT:")]
+        print("\n".join(told), file=sys.stderr)
         if done.returncode:
             sys.exit(f"costs: {' '.join(command)} failed with exit status {done.returncode}")
         return json.loads(output.read_text())

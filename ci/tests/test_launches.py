@@ -104,10 +104,27 @@ def test_a_missing_way_fails_everywhere(monkeypatch, capsys, sample, words, miss
     monkeypatch.setattr(emulate, "build_fake_blaslt", lambda: "blaslt.so")
     monkeypatch.setattr(emulate, "run_pytest", lambda environment, *arguments: 0)
     monkeypatch.setattr(launches, "report", lambda folder, ops: missing)
+    monkeypatch.setattr(emulate.costs, "check_calls", lambda ops: [])
     with pytest.raises(SystemExit) as ended:
         emulate.main(*words)
     assert int(ended.value.code) == code
     assert all(text in capsys.readouterr().out for text in missing)
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 1), (("focal_loss",), 1), (("-x",), 0)])
+def test_other_costs_fail(monkeypatch, capsys, words, code):
+    """Where pytest is told to run less, they are not counted."""
+    for name in ("APEX_CACHE_DIR", "MAX_JOBS", "APEX_EMULATE_BLASLT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(emulate, "build_op", lambda named: None)
+    monkeypatch.setattr(emulate, "build_fake_blaslt", lambda: "blaslt.so")
+    monkeypatch.setattr(emulate, "run_pytest", lambda environment, *arguments: 0)
+    monkeypatch.setattr(launches, "report", lambda folder, ops: [])
+    monkeypatch.setattr(emulate.costs, "check_calls", lambda ops: [f"{ops[0]}: a launch more"])
+    with pytest.raises(SystemExit) as ended:
+        emulate.main(*words)
+    assert int(ended.value.code) == code
+    assert ("a launch more" in capsys.readouterr().out) == bool(code)
 
 
 def test_exceptions_of_the_tree_name_ops_kernels_and_ways():
