@@ -56,7 +56,7 @@ def measure(archive: Path, device: str, out: Path, deadline: float) -> int:
     name = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")
     (out / f"{name}.campaign.json").write_text(json.dumps({"machine": machine, **found}, indent=1))
     print("", campaign_report.table(found), sep="\n")
-    return int(outcome.status != "passed")
+    return int(outcome.status != "passed" or not found["results"])
 
 
 def unpack(archive: Path, device: str, folder: Path) -> None:

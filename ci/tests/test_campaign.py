@@ -166,13 +166,13 @@ def test_archives_that_cannot_be_measured(tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--campaign", str(tmp_path / "none"), "--device", "cpu"])
     assert "--campaign: there is no" in capsys.readouterr().err
-    output = tmp_path / "output"
+    output, archive = tmp_path / "output", tmp_path / "a.tar.xz"
     output.mkdir()
-    (output / campaign.PLAN).write_text(json.dumps({"backend": "cuda", "variants": []}))
-    archive = tmp_path / "a.tar.xz"
-    campaign.pack(output, archive, 1)
     out = ["--out", str(tmp_path / "out"), "--device", "cpu"]
-    assert gpu.main(["--campaign", str(archive), *out]) == 1
+    for backend in ("cuda", "emu"):
+        (output / campaign.PLAN).write_text(json.dumps({"backend": backend, "variants": []}))
+        campaign.pack(output, archive, 1)
+        assert gpu.main(["--campaign", str(archive), *out]) == 1  # the second holds nothing
     assert "has kernels for cuda, and --device cpu needs emu" in capsys.readouterr().err
     (output / "noise").write_bytes(os.urandom(2 << 20))
     with pytest.raises(campaign.CampaignError, match="has 2 MiB, and 1 may travel"):
@@ -200,6 +200,7 @@ def archive(tmp_path_factory):
     variants = [{"kForeachThreads": 128}, {"kForeachThreads": 64}]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(campaign, "write_headers", write_headers)
+        patch.setenv("MAX_JOBS", "1")  # else it would stay set
         output = campaign.compile_all(list(campaign.variants_of(listed(*variants))), EMULATED, work)
     campaign.pack(output, work / "campaign.tar.xz", 64)
     return work / "campaign.tar.xz"

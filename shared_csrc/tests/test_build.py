@@ -254,3 +254,14 @@ def test_clusters_and_dependent_launches_are_reached_where_asked_for(
     built = build.build([op], [target], tmp_path / "out", package="apex.test")[target]
     found = re.findall(rb"translated from compute_(\d+)", built.read_bytes())
     assert {int(number) for number in found} == {translated}
+
+
+def test_headers_of_a_variant_come_before_ours(op, tmp_path):
+    header = tmp_path / "variant" / "apex" / "core" / "config.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#error of the variant\n")
+    build.build([op], [CPU], tmp_path / "out", package="apex.test")
+    with pytest.raises(BuildError, match="of the variant"):
+        build.build(
+            [op], [CPU], tmp_path / "out", package="apex.test", headers=tmp_path / "variant"
+        )
