@@ -117,14 +117,13 @@ APEX_DEVICE void merge_block(const Program& program, Array<T, Program::kSums>& s
 
 // The sums of a column over a thread's rows of [begin, end). Several rows are under way, each with
 // sums of its own, so that none waits for another and no chain of roundings is long.
-template <class T, class Program>
-APEX_DEVICE Array<T, Program::kSums> thread_sums(int64_t begin, int64_t end, int64_t columns,
-                                                 int64_t column, const Program& program) {
+template <class T, size_t... I, class Program>
+APEX_DEVICE Array<T, Program::kSums> thread_sums(std::index_sequence<I...>, int64_t begin,
+                                                 int64_t end, int64_t columns, int64_t column,
+                                                 const Program& program) {
   using Column = ColumnRow<T, Program::kSums>;
-  constexpr int kRows = kRowsInFlight;
-  auto rows = [&]<size_t... I>(std::index_sequence<I...>) {
-    return Array<Column, kRows>{{(static_cast<void>(I), Column(columns, column))...}};
-  }(std::make_index_sequence<kRows>{});
+  constexpr int kRows = sizeof...(I);
+  Column rows[kRows] = {(static_cast<void>(I), Column(columns, column))...};
   int64_t index = begin + threadIdx.y;
   for (; index + (kRows - 1) * kColwiseThreadsY < end; index += kRows * kColwiseThreadsY) {
 #pragma unroll
@@ -153,7 +152,9 @@ APEX_DEVICE void column_tile(int64_t begin, int64_t end, int64_t columns, int64_
                              T* partials, const Program& program) {
   constexpr int kSums = Program::kSums;
   Array<T, kSums> sums{};
-  if (column < columns) sums = thread_sums<T>(begin, end, columns, column, program);
+  if (column < columns)
+    sums = thread_sums<T>(std::make_index_sequence<kRowsInFlight>{}, begin, end, columns, column,
+                          program);
   merge_block(program, sums);
   if (threadIdx.y != 0 || column >= columns) return;
   for (int n = 0; n < kSums; ++n) partials[n * columns + column] = sums[n];
