@@ -152,9 +152,10 @@ APEX_DEVICE void column_tile(int64_t begin, int64_t end, int64_t columns, int64_
                              T* partials, const Program& program) {
   constexpr int kSums = Program::kSums;
   Array<T, kSums> sums{};
-  if (column < columns)
+  if (column < columns) {
     sums = thread_sums<T>(std::make_index_sequence<kRowsInFlight>{}, begin, end, columns, column,
                           program);
+  }
   merge_block(program, sums);
   if (threadIdx.y != 0 || column >= columns) return;
   for (int n = 0; n < kSums; ++n) partials[n * columns + column] = sums[n];
