@@ -7,7 +7,7 @@ import pytest
 import torch
 from environments import ROOT
 
-from ci import cost_counts, cost_peers, costs, sass, workspace
+from ci import cost_counts, cost_host, cost_peers, costs, sass, workspace
 from ci.cost_steps import CASES
 
 # A loop of two loads of 16 bytes; in the other, the second waits for the first.
@@ -193,3 +193,32 @@ def test_torchs_launches_and_bytes():
     norm = cost_peers.count(lambda: torch.nn.utils.get_total_norm(lists, foreach=True), [])
     # 10 of chunks, 3 that add them, 8 that put 1,000 norms side by side, and the norm of these.
     assert norm["call"]["torch_launches"] == 10 + 3 + 8 + 1
+
+
+VALGRIND = """#!/bin/sh
+for word in "$@"; do case $word in --callgrind-out-file=*) out=${word#*=} ;; esac; done
+for at in 1 2 10; do printf 'events: Ir\\nsummary: %s000\\n' $at > "$out.$at"; done
+echo "a word of the compiler"
+echo "norm: layer_norm 1x64: forward"
+echo "norm: layer_norm 1x64: backward"
+"""
+
+
+def test_instructions_of_the_host(tmp_path, monkeypatch):
+    """Callgrind dumps after each call by ctypes, those of imports first."""
+    program = tmp_path / "valgrind"
+    program.write_text(VALGRIND)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    lines = cost_host.measure("norm")
+    expected = ["forward: 2,000", "backward: 10,000"]
+    assert lines == [f"norm: layer_norm 1x64: {text}" for text in expected]
+    program.write_text("#!/bin/sh\necho no room >&2; exit 3\n")
+    with pytest.raises(SystemExit, match="no room"):
+        cost_host.measure("norm")
+
+
+def test_without_valgrind(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match="valgrind was not found"):
+        cost_host.main("fused_adam")
