@@ -56,7 +56,7 @@ def raised() -> list[str]:
 
 
 # Of an unfinished op in a checkout, which its author sees.
-FOR_AUTHORS = ("Two ops are called", "is not a kernel", "No op")
+FOR_AUTHORS = ("Two ops are called", "is not a kernel", "No op", "...: expected a compute")
 
 
 @pytest.mark.parametrize("text", raised())
