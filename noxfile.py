@@ -250,12 +250,12 @@ def matrix(session, torch):
         return
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
-    # All of it ran on one torch in `tests`. Here a few cases of every test function run on the
+    # All of it ran on one torch in `tests`. Here a case or two of every test function run on the
     # oldest and the newest torch, and between them, by turns, one case of every other function.
-    sample = ["-p", "ci.sampling", "--cases-per-test", "2"]
+    cases = "1" if SAMPLES or is_between else "2"
+    sample = ["-p", "ci.sampling", "--cases-per-test", cases]
     if is_between:
-        turn = between.index(run) % 2
-        sample = ["-p", "ci.sampling", "--cases-per-test", "1", "--share", f"{turn + 1}/2"]
+        sample += ["--share", f"{between.index(run) % 2 + 1}/2"]
     stages.note(" ".join(sample[2:]))
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 
