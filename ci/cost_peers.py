@@ -19,12 +19,8 @@ LISTED = {
     "native_batch_norm_backward": (1, 2),
     "native_group_norm": (3, 2),  # moments, factors, result
     "native_group_norm_backward": (5, 2),
-    "linear": (1, 1),
     "index_put": (5, 1),  # sorts the indices; accumulates
-    "_index_put_impl_": (5, 1),
     "nll_loss_backward": (2, 1),  # zeros, and the classes of the targets
-    "nonzero": (3, 1),
-    "norm": (2, 1),
     "linalg_vector_norm": (1, 1),
 }
 OVER_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
