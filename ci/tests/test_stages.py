@@ -35,8 +35,8 @@ def test_times_of_processes_and_notes_are_recorded(file):
     run(busy, "tests(a)")
     run(lambda session: None, "lint")
     first, second = lines(file)
-    assert first["cpu"] >= 0.3
-    assert first["wall"] >= 0.3
+    assert first["cpu"] >= 0.29  # the system counts in hundredths
+    assert first["wall"] >= 0.29
     assert (first["name"], first["notes"]) == ("tests(a)", ["2 cases of each test"])
     assert (second["ended"], second["notes"]) == ("passed", [])
     assert second["cpu"] < 0.3
