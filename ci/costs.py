@@ -179,6 +179,13 @@ def predicted_us(launches: int, moved: float) -> float:
     return round(LAUNCH_US * (1 + launches) + moved / COPY_BYTES_PER_US, 2)
 
 
+def with_advice(wrong: list[str]) -> list[str]:
+    """Add to complaints, where there are some, what to do about them."""
+    advice = "Where that is meant: python3 -m nox -s costs -- OP..., and say in the commit why."
+    more = f"{advice} docs/guides/gpu-costs.md tells what the numbers are."
+    return [*wrong, more] if wrong else []
+
+
 def launches_of(facts: dict) -> int:
     return facts["launches"] + facts["memsets"] + facts["copies"]
 
@@ -194,7 +201,7 @@ def check_calls(ops: list[str], table: Table | None = None) -> list[str]:
         wrong += compare("call", key, table.calls.get(key), facts, skipped)
     for key in table.calls.keys() - found.keys():
         if key[0] in ops:
-            wrong.append(f"call {': '.join(key)} of {TABLE.name} is no case of ci/cost_cases.py")
+            wrong.append(f"call {': '.join(key)} of {TABLE.name} is no case of ci/cost_*.py")
     return wrong
 
 
@@ -293,7 +300,7 @@ def kernels_of_ops(ops: list[str]) -> None:
     subprocess.run(command, env=os.environ | {WRITES: "1"}, check=True)
 
 
-# Set where ci/kernels.py and ci/emulate.py are to build, and the table is written afterwards.
+# Set where ci/kernels.py is to leave figures, which are written to the table afterwards.
 WRITES = "APEX_COSTS_WRITE"
 
 

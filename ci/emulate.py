@@ -80,7 +80,7 @@ def main(*words: str) -> None:
     wrong = launches.report(notes, ops)
     shutil.rmtree(notes)
     print("\n".join(wrong))
-    costs_changed = [] if arguments else costs.check_calls(ops)
+    costs_changed = [] if arguments else costs.with_advice(costs.check_calls(ops))
     print("\n".join(costs_changed))
     print(f"costs counted in {time.monotonic() - start:.0f} s")
     sys.exit(max(codes) or bool((wrong and not arguments) or costs_changed))

@@ -124,7 +124,8 @@ def test_other_costs_fail(monkeypatch, capsys, words, code):
     with pytest.raises(SystemExit) as ended:
         emulate.main(*words)
     assert int(ended.value.code) == code
-    assert ("a launch more" in capsys.readouterr().out) == bool(code)
+    told = capsys.readouterr().out
+    assert ("a launch more" in told) == ("nox -s costs -- OP" in told) == bool(code)
 
 
 def test_exceptions_of_the_tree_name_ops_kernels_and_ways():
