@@ -39,15 +39,16 @@ TEST_ENVIRONMENT = {
 # from it: paths count relative to the folder that the compiler runs in.
 CACHED = {"CCACHE_BASEDIR": "/", "CCACHE_NOHASHDIR": "1", "APEX_COMPILER_LAUNCHER": "ccache"}
 COMPILING = CACHED if shutil.which("ccache") else {}
-# Where CI samples, the ISA levels that wheels for tests bring.
 SAMPLES = bool(os.environ.get("APEX_CI_SAMPLE"))
-LEVELS = {"APEX_CPU_LEVELS": ",".join(workspace.sampled_levels(dirty.seed()))} if SAMPLES else {}
+# Wheels have kernels for every ISA level if they or all of CI are asked for; tests run on the best.
+ALL_LEVELS = {"build", "ci"} & {*sys.argv} or "APEX_CPU_LEVELS" in os.environ
+LEVELS = {} if ALL_LEVELS else {"APEX_CPU_LEVELS": workspace.best_level()}
+CI = ("lint", "docs", "tests", "compiling", "examples", "matrix", "emulate", "kernels")
 # A process of pytest-xdist per core, and the same with one thread each.
 PARALLEL = ["-n", str(len(os.sched_getaffinity(0)))]
 ONE_THREAD = [*PARALLEL, "-o", "apex_threads=1"]
 
-# `nox -l` shows a line per family of sessions; every other command, `nox -l --json` too, has each
-# of them.
+# `nox -l` shows a line per family of sessions; all else, `nox -l --json` too, has each of them.
 LISTS_FAMILIES = {"-l", "--list", "--list-sessions"} & {*sys.argv} and "--json" not in sys.argv
 
 
@@ -63,15 +64,9 @@ def family(names, values, ids):
     return one_line
 
 
-def local_wheels():
-    """Return what shows uv the local wheels that pip is shown."""
-    links = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
-    return {"UV_FIND_LINKS": links} if links else {}
-
-
 def install(session, *requirements, local_links=True):
     """Install with uv, which is also shown the local wheels that pip is shown."""
-    session.install(*requirements, env=local_wheels() if local_links else {})
+    session.install(*requirements, env=workspace.local_wheels() if local_links else {})
 
 
 def install_with_hashes(session, file):
@@ -93,6 +88,8 @@ def pins(session):
 def install_wheels(session, packages, *others, torch=TORCH, local_links=True):
     """Install wheels from dist/ with their test requirements, on one version of torch."""
     wheels = [f"{p}[test] @ {workspace.wheel(p).as_uri()}" for p in packages]
+    if SAMPLES and (torch != TORCH or not local_links):
+        session.env["UV_NO_CACHE"] = "1"  # see `discard`
     install(session, f"torch=={torch}", *wheels, *others, local_links=local_links)
     check = ROOT / "ci" / "check_installed.py"
     # From a folder without apex/, so that it cannot be the checkout that is found.
@@ -112,12 +109,10 @@ def pytest(session, *paths, builds=False):
         name: str(Path(session.create_tmp(), name.lower()).resolve())  # processes change folders
         for name in ("APEX_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     }
-    environment = TEST_ENVIRONMENT | caches
-    if not builds:
-        environment["APEX_JIT"] = "0"
+    environment = TEST_ENVIRONMENT | caches | ({} if builds else {"APEX_JIT": "0"})
     marker = "builds" if builds else "not builds"
     own = [a for a in session.posargs if a not in PACKAGES]
-    codes = [0, 5] if builds or own else [0]  # 5: no test was selected
+    codes = [0, 5] if own else [0]  # 5: no test was selected
     command = ["python", "-m", "pytest", "-q", "-m", marker, "--timeout", "600", *paths, *own]
     session.run(*command, env=environment, success_codes=codes)
 
@@ -148,8 +143,8 @@ def build(session):
     """Build sdists, and from them wheels with CPU kernels, into dist/ (-- PACKAGE for one)."""
     # "0" keeps a toolkit that happens to be there from making the wheel another one.
     environment = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0", **os.environ, **LEVELS}
-    for levels in LEVELS.values():
-        stages.note(f"levels {levels} alone: this machine's best and one by lot")
+    for level in LEVELS.values():
+        stages.note(f"{level} alone: this machine's best ISA level")
     wanted = [a for a in session.posargs if a in PACKAGES] or PACKAGES
     stale = workspace.stale_packages(wanted, environment)
     if not stale:
@@ -171,7 +166,7 @@ def release(session):
     """Check, build, try out and tag a package (-- PACKAGE VERSION; --dry-run leaves no tag)."""
     install_with_hashes(session, "release.txt")
     install(session, f"torch=={TORCH}")
-    environment = TEST_ENVIRONMENT | COMPILING | local_wheels()
+    environment = TEST_ENVIRONMENT | COMPILING | workspace.local_wheels()
     session.run("python", "ci/release.py", *session.posargs, env=environment)
 
 
@@ -188,17 +183,13 @@ def manylinux(session):
     session.run("python", "ci/check_wheel.py", *made, "--torch", str(oldest / "torch" / "lib"))
 
 
-def sample_of(session, package):
-    """Where .ci/run asks for it, return the options that sample the tests of what is unchanged."""
-    cases = dirty.cases(package, dirty.changed()) if SAMPLES else None
-    if cases is None:
-        return []
-    stages.note(f"{package} itself did not change lately: {cases} cases of each test")
-    seed = ["--sample-seed", dirty.seed()]
-    return ["-p", "ci.sampling", "--cases-per-test", str(cases), *seed]
+def discard(session):
+    """Where .ci/run asks for it, remove an environment with a torch of its own: it has 7 GB."""
+    if SAMPLES:
+        shutil.rmtree(session.virtualenv.location)
 
 
-TESTED = [*PACKAGES, "together", "examples"]
+TESTED = [*PACKAGES, "together"]
 
 
 @nox.session(requires=["build"], tags=["ci"])
@@ -206,24 +197,38 @@ TESTED = [*PACKAGES, "together", "examples"]
 @stages.timed
 def tests(session, package):
     """Install one wheel alone and run its package's tests; then all five, and the rest."""
-    paths = [f"packages/{package}/tests"]
-    options = PARALLEL
-    if package == "examples":
-        install_wheels(session, PACKAGES, *EXAMPLE_REQUIREMENTS, local_links=False)
-        paths = ["docs/examples"]
-        options = ONE_THREAD
-    elif package == "together":
-        install_wheels(session, PACKAGES, "nox", "uv", "pip", "hatchling", *TOOLS, *RELEASE_TOOLS)
-        install(session, *DOCS_TOOLS, f"{CIBUILDWHEEL}; python_version >= '3.11'")
-        paths = ["ci", "--ignore=ci/clients", "--ignore=ci/install", "shared_csrc"]
-    else:
-        install_wheels(session, [package])
-    install(session, "pytest-xdist")
-    if package != "together":  # the tests of ci/ and shared_csrc/ always run
-        paths += sample_of(session, package)
-    pytest(session, *paths, *options)
-    # Few, or none: starting more processes would take longer.
-    pytest(session, *paths, *(PARALLEL if package == "together" else []), builds=True)
+    if package == "together":
+        run_together(session)
+        return
+    install_wheels(session, [package], "pytest-xdist")
+    sample = dirty.sample_of(package) if SAMPLES else []
+    pytest(session, f"packages/{package}/tests", *sample, *PARALLEL)
+
+
+def run_together(session, builds=False):
+    """Install all five wheels, and run the tests of ci/ and shared_csrc/, or those that compile."""
+    tools = ["pytest-xdist", "nox", "uv", "pip", "hatchling", *TOOLS, *RELEASE_TOOLS]
+    tools += [*DOCS_TOOLS, f"{CIBUILDWHEEL}; python_version >= '3.11'"]
+    install_wheels(session, PACKAGES, *tools)
+    paths = ["ci", "--ignore=ci/clients", "--ignore=ci/install", "shared_csrc"]
+    pytest(session, *paths, *PARALLEL, builds=builds)
+
+
+@nox.session(requires=["build"], tags=["ci"])
+@stages.timed
+def compiling(session):
+    """Run the tests that compile: engines at every ISA level, planted faults, a new op."""
+    run_together(session, builds=True)
+
+
+@nox.session(requires=["build"], tags=["ci"])
+@stages.timed
+def examples(session):
+    """Run the examples' tests, with torchvision beside all five wheels."""
+    install_wheels(session, PACKAGES, "pytest-xdist", *EXAMPLE_REQUIREMENTS, local_links=False)
+    sample = dirty.sample_of("examples") if SAMPLES else []
+    pytest(session, "docs/examples", *sample, *ONE_THREAD)
+    discard(session)
 
 
 @nox.session(name="install", requires=["build"])
@@ -258,6 +263,7 @@ def matrix(session, torch):
         sample += ["--share", f"{between.index(run) % 2 + 1}/2"]
     stages.note(" ".join(sample[2:]))
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
+    discard(session)
 
 
 @nox.session(requires=["build"])
@@ -272,13 +278,8 @@ def nightly(session):
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
 
 
-def client_runs():
-    """Return, for every client of ci/matrix.toml, the Python that it runs on, and its name."""
-    return [(c.get("python", THIS_PYTHON), name) for name, c in MATRIX["clients"].items()]
-
-
 @nox.session(requires=["build"])
-@family("python,client", client_runs(), list(MATRIX["clients"]))
+@family("python,client", workspace.client_runs(THIS_PYTHON), list(MATRIX["clients"]))
 def clients(session, client):
     """Install another project that uses Apex, and run its code with all five wheels."""
     facts = MATRIX["clients"][client]
@@ -289,7 +290,7 @@ def clients(session, client):
         # flash-attn: without its kernels, and without looking for a wheel on the network.
         python_only = {f"FLASH_ATTENTION_{v}": "TRUE" for v in ("SKIP_CUDA_BUILD", "FORCE_BUILD")}
         options = ["--no-deps", "--no-build-isolation"]
-        session.install(*options, *facts["alone"], env=local_wheels() | python_only)
+        session.install(*options, *facts["alone"], env=workspace.local_wheels() | python_only)
     for file in facts["tests"]:  # each in a process of its own: clients keep global state
         pytest(session, f"ci/clients/{file}")
 
@@ -406,19 +407,17 @@ def kernels(session, compiler):
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
     if compiler in CXX:
         compile_with(session, compiler, ops, alone=alone)
-        return
-    if compiler == "aarch64":
+    elif compiler == "aarch64":
         compile_for_arm64(session, ops, alone=alone)
-        return
-    if compiler == "cpu":
+    elif compiler == "cpu":
         session.run("python", "ci/vectors.py", *ops)
-        return
-    if compiler == "cuda":
-        install_nvcc(session)
-    elif compiler == "hip" and not shutil.which("hipcc"):
-        session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
-    command = ["python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"], "--", *ops]
-    session.run(*command, env=COMPILING)
+    else:
+        if compiler == "cuda":
+            install_nvcc(session)
+        elif not shutil.which("hipcc"):
+            session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
+        command = ["python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"], "--", *ops]
+        session.run(*command, env=COMPILING)
 
 
 @nox.session(tags=["ci"])
@@ -495,6 +494,6 @@ def new_op(session):
 
 @nox.session(venv_backend="none")
 def ci(session):
-    """Run what CI runs: lint, docs, tests, matrix, emulate, kernels."""
-    for name in ("lint", "docs", "tests", "matrix", "emulate", "kernels"):
+    """Run what CI runs, and all of what CI takes samples of."""
+    for name in CI:
         session.notify(name)

@@ -12,6 +12,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from ci import stages
 from ci.workspace import PACKAGES, ROOT
 
 LATELY = 4 * 3600
@@ -27,6 +28,14 @@ def cases(package: str, changed: frozenset[str]) -> int | None:
     if package in changed:
         return None
     return CASES_OF_SHARED if SHARED in changed else CASES
+
+
+def sample_of(package: str) -> list[str]:
+    """Return pytest's options that sample the tests of what is unchanged, and note it."""
+    if (taken := cases(package, changed())) is None:
+        return []
+    stages.note(f"{package} itself did not change lately: {taken} cases of each test")
+    return ["-p", "ci.sampling", "--cases-per-test", str(taken), "--sample-seed", seed()]
 
 
 def changed(root: Path = ROOT, base: str | None = None) -> frozenset[str]:

@@ -70,12 +70,17 @@ def sources_digest(package: str, environment: dict[str, str]) -> str:
 
 
 def stale_packages(packages: list[str], environment: dict[str, str]) -> list[str]:
-    """Return the packages whose wheel in dist/ is missing, or of other sources."""
-    record = _read_record()
+    """Return the packages whose wheel in dist/ is missing, or of other sources.
+
+    A wheel with the kernels of all ISA levels does where some are asked for.
+    """
+    record, whole = _read_record(), environment.copy()
+    whole.pop("APEX_CPU_LEVELS", None)
     return [
         p
         for p in packages
-        if record.get(p) != sources_digest(p, environment) or not artifacts(p, "*.whl")
+        if record.get(p) not in {sources_digest(p, e) for e in (environment, whole)}
+        or not artifacts(p, "*.whl")
     ]
 
 
@@ -217,13 +222,23 @@ def drawn_run(between: list[tuple[str, str]], seed: str) -> tuple[str, str]:
     return random.Random(seed).choice(between)
 
 
-def sampled_levels(seed: str) -> tuple[str, ...]:
-    """Return the ISA levels that CI compiles: this machine's best, and one of the rest by lot."""
+def local_wheels() -> dict[str, str]:
+    """Return what shows uv the local wheels that pip is shown."""
+    links = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
+    return {"UV_FIND_LINKS": links} if links else {}
+
+
+def client_runs(this: str) -> list[tuple[str, str]]:
+    """Return, for every client of ci/matrix.toml, the Python that it runs on, and its name."""
+    return [(c.get("python", this), name) for name, c in MATRIX["clients"].items()]
+
+
+def best_level() -> str:
+    """Return the best ISA level that this machine can run."""
     sys.path.insert(0, str(ROOT / "shared_csrc"))
     from native import targets
 
-    best, *others = targets.supported_cpu_levels()
-    return (best, *([random.Random(seed).choice(others)] if others else []))
+    return targets.supported_cpu_levels()[0]
 
 
 def _record_file() -> Path:

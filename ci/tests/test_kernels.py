@@ -174,6 +174,52 @@ def test_an_object_without_figures_is_compiled_again(tmp_path, monkeypatch):
     }
 
 
+NVCC = """#!/bin/sh
+for word; do last=$word; done  # -o and the file that is written
+printf 'ELF .text._Z7kernel' >"$last"
+case "$*" in *broken*) echo "broken.cpp(3): error: expected a ;" >&2; exit 1;; esac
+case "$*" in *"-cubin"*) cat '{log}' >&2;; esac
+echo "op.h(9): warning #177-D: variable was declared but never referenced" >&2
+"""
+
+
+@pytest.fixture
+def device_code(tmp_path, monkeypatch):
+    """Return a function that compiles the kernels of an op of this name by a fake nvcc."""
+    log, nvcc = tmp_path / "ptxas.log", tmp_path / "nvcc"
+    log.write_text(LOG.partition("[2/3]")[0])
+    nvcc.write_text(NVCC.format(log=log))
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(kernels.toolchain, "compiler_for", lambda backend: [str(nvcc)])
+    monkeypatch.setenv("MAX_JOBS", "2")
+
+    def compiled(name):
+        op = kernels.Op(name, tmp_path / name)
+        op.folder.mkdir()
+        op.source.touch()
+        target = kernels.Target("cuda", archs=(kernels.EVIDENCE_ARCH,))
+        return kernels.compile_device_code([op], target, tmp_path / "built", "package")
+
+    return compiled
+
+
+def test_kernels_alone_give_the_same_figures(device_code, tmp_path):
+    (warning,) = device_code("multi_tensor_scale")
+    assert "variable was declared" in warning
+    kept = json.loads((tmp_path / "built" / "resources.json").read_text())
+    assert kept["multi_tensor_scale"] == ptxas.of_ops(LOG, "sm_90")["multi_tensor_scale"]
+    compiled = kernels.compiled_unit(tmp_path / "built", "multi_tensor_scale")
+    assert compiled.suffix == ".cubin"
+    assert kernels.has_kernels(compiled)
+    compiled.write_bytes(b"ELF .nv.info")
+    assert not kernels.has_kernels(compiled)
+
+
+def test_kernels_that_do_not_compile_are_an_error(device_code):
+    with pytest.raises(kernels.BuildError, match=r"(?s)package: compiling broken .*expected a ;"):
+        device_code("broken")
+
+
 def test_every_source_of_an_op_is_a_unit(tmp_path):
     for name in ("other", "my_op"):
         (tmp_path / f"{name}.cpp").touch()

@@ -22,7 +22,7 @@ def test_sessions_are_listed_by_family_and_by_name():
     sessions = [each["session"] for each in json.loads(listed("--json", "-s", *names))]
     assert {session.partition("(")[0] for session in sessions} == set(names)
     assert "tests(together)" in sessions
-    assert any("together, examples)" in line for line in lines)
+    assert any("apex-parallel, together)" in line for line in lines)
 
 
 def test_every_op_is_known_with_its_package():
