@@ -41,9 +41,9 @@ inline void sync_lanes(unsigned lanes) {
   emulation::warp_width() == kNvidiaLanes ? __syncwarp(lanes) : __wave_barrier();
 }
 
-template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-            gpu_stream stream, const Arguments&... arguments) {
+template <auto kernel, class... Arguments>
+void launch(dim3 grid, dim3 block, size_t shared_bytes, gpu_stream stream,
+            const Arguments&... arguments) {
   emulation::emulate(kernel, grid, block, shared_bytes, stream, arguments...);
 }
 

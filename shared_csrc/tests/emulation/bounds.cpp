@@ -78,7 +78,7 @@ __global__ void dynamic_tile(float* y, int count) {
 template <bool kBroken>
 void dynamic_shared_memory_overflow() {
   Fresh<float> y("y", 1);
-  launch(dynamic_tile<kBroken>, dim3(1), dim3(32), kBroken ? 396 : 400, nullptr, y.data(), 100);
+  launch<dynamic_tile<kBroken>>(dim3(1), dim3(32), kBroken ? 396 : 400, nullptr, y.data(), 100);
 }
 
 template <bool kBroken>

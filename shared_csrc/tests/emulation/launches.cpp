@@ -12,7 +12,7 @@ __global__ void fill(float* y, int count) {
 
 void fill_by(dim3 grid, dim3 block, size_t shared_bytes = 0) {
   Fresh<float> y("y", 100);
-  launch(fill, grid, block, shared_bytes, nullptr, y.data(), 100);
+  launch<fill>(grid, block, shared_bytes, nullptr, y.data(), 100);
 }
 
 template <bool kBroken>

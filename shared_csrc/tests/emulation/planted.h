@@ -51,7 +51,7 @@ struct Fresh : Operand<T> {
 
 template <class... Parameters, class... Arguments>
 void run(void (*kernel)(Parameters...), dim3 grid, dim3 block, const Arguments&... arguments) {
-  launch(kernel, grid, block, 0, nullptr, arguments...);
+  emulation::emulate(kernel, grid, block, 0, nullptr, arguments...);
 }
 
 // Raised by a case itself where what kernels computed is wrong.

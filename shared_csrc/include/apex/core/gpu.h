@@ -45,9 +45,9 @@ APEX_DEVICE void sync_lanes(unsigned lanes) {
 #endif
 }
 
-template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-            gpu_stream stream, const Arguments&... arguments) {
+template <auto kernel, class... Arguments>
+void launch(dim3 grid, dim3 block, size_t shared_bytes, gpu_stream stream,
+            const Arguments&... arguments) {
   // clang-format off: it would put spaces into >>>
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   // clang-format on

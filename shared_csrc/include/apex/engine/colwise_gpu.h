@@ -201,11 +201,11 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
   T* partials = static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
   const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
   const dim3 block(kGroupLanes, kColwiseThreadsY);
-  launch(colwise_tiles<Program, T>, dim3(tiles, static_cast<unsigned>(splits)), block, 0,
-         context.stream(), rows, columns, partials, program);
+  launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)), block, 0,
+                                    context.stream(), rows, columns, partials, program);
   context.check_launch("colwise_tiles");
-  launch(colwise_merge<Program, T>, dim3(tiles), block, 0, context.stream(), splits, columns,
-         partials, program);
+  launch<colwise_merge<Program, T>>(dim3(tiles), block, 0, context.stream(), splits, columns,
+                                    partials, program);
   context.check_launch("colwise_merge");
 }
 

@@ -85,10 +85,10 @@ void colwise_rowwise(const Context& context, int64_t samples, int64_t rows, int6
   T* partials =
       static_cast<T*>(context.workspace(samples * splits * Program::kSums * columns * sizeof(T)));
   samplewise(context, samples, BeforeSample<Program>{program});
-  launch(sample_tiles<Program, T>,
-         dim3(static_cast<unsigned>(samples * tiles), static_cast<unsigned>(splits)),
-         dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(), rows, columns, tiles, partials,
-         program);
+  launch<sample_tiles<Program, T>>(
+      dim3(static_cast<unsigned>(samples * tiles), static_cast<unsigned>(splits)),
+      dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(), rows, columns, tiles, partials,
+      program);
   context.check_launch("sample_tiles");
   samplewise(context, samples, BetweenSample<Program, T>{program, partials, splits, columns});
   rowwise(context, samples * rows, columns, RowsOfSamples<Program>{program, rows});

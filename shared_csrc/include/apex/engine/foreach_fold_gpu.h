@@ -91,14 +91,14 @@ void foreach_fold(const Context& context, const TensorTable& table, const F& fun
   for_each_batch<sizeof...(Columns), kFoldChunk>(table, [&](const auto& batch, int64_t blocks) {
     double* partials = static_cast<double*>(context.workspace((blocks * K + 1) * sizeof(double)));
     if (blocks > 0) {
-      launch(foreach_fold_chunks<K, Prepared, N, F, Columns...>,
-             dim3(static_cast<unsigned>(blocks)), dim3(kForeachThreads), 0, context.stream(), batch,
-             partials, functor);
+      launch<foreach_fold_chunks<K, Prepared, N, F, Columns...>>(
+          dim3(static_cast<unsigned>(blocks)), dim3(kForeachThreads), 0, context.stream(), batch,
+          partials, functor);
       context.check_launch("foreach_fold_chunks");
     }
-    launch(foreach_fold_tensors<K, Own, F, ForeachBatch<sizeof...(Columns), kFoldChunk>>,
-           dim3(batch.tensors), dim3(kForeachThreads), 0, context.stream(), batch, partials, sums,
-           functor);
+    launch<foreach_fold_tensors<K, Own, F, ForeachBatch<sizeof...(Columns), kFoldChunk>>>(
+        dim3(batch.tensors), dim3(kForeachThreads), 0, context.stream(), batch, partials, sums,
+        functor);
     context.check_launch("foreach_fold_tensors");
   });
 }

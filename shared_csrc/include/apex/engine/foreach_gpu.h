@@ -179,8 +179,9 @@ void foreach(const Context& context, const TensorTable& table, const F& functor)
   for_each_batch<sizeof...(Columns), foreach_elements(N)>(
       table, [&](const auto& batch, int64_t blocks) {
         if (blocks == 0) return;  // tensors without elements
-        launch(foreach_kernel<Prepared, N, F, Columns...>, dim3(static_cast<unsigned>(blocks)),
-               dim3(kForeachThreads), 0, context.stream(), batch, functor);
+        launch<foreach_kernel<Prepared, N, F, Columns...>>(dim3(static_cast<unsigned>(blocks)),
+                                                           dim3(kForeachThreads), 0,
+                                                           context.stream(), batch, functor);
         context.check_launch("foreach");
       });
 }

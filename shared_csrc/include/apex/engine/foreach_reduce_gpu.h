@@ -93,16 +93,17 @@ void foreach_reduce(const Context& context, const TensorTable& table, const F& f
   for_each_batch<1, kReduceChunk>(table, [&](const auto& batch, int64_t blocks) {
     double* partials = static_cast<double*>(context.workspace((blocks + 1) * sizeof(double)));
     if (blocks > 0) {
-      launch(foreach_reduce_chunks<F, S>, dim3(static_cast<unsigned>(blocks)),
-             dim3(kForeachThreads), 0, context.stream(), batch, partials, functor);
+      launch<foreach_reduce_chunks<F, S>>(dim3(static_cast<unsigned>(blocks)),
+                                          dim3(kForeachThreads), 0, context.stream(), batch,
+                                          partials, functor);
       context.check_launch("foreach_reduce_chunks");
     }
-    launch(foreach_reduce_tensors<F>, dim3(batch.tensors), dim3(kForeachThreads), 0,
-           context.stream(), batch, partials, combined, functor);
+    launch<foreach_reduce_tensors<F>>(dim3(batch.tensors), dim3(kForeachThreads), 0,
+                                      context.stream(), batch, partials, combined, functor);
     context.check_launch("foreach_reduce_tensors");
   });
-  launch(foreach_reduce_total<F, R>, dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
-         combined, per_tensor, total, functor);
+  launch<foreach_reduce_total<F, R>>(dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
+                                     combined, per_tensor, total, functor);
   context.check_launch("foreach_reduce_total");
 }
 

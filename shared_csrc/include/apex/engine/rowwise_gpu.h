@@ -377,8 +377,8 @@ void rowwise(const Context& context, int64_t rows, int64_t columns, const Progra
     stride = 0;
     shared_bytes = 0;
   }
-  launch(rowwise_kernel<Program>, dim3(static_cast<unsigned>(blocks)), block, shared_bytes,
-         context.stream(), rows, columns, stride, program);
+  launch<rowwise_kernel<Program>>(dim3(static_cast<unsigned>(blocks)), block, shared_bytes,
+                                  context.stream(), rows, columns, stride, program);
   context.check_launch("rowwise");
 }
 

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kSampleThreads) samplewise_kernel(Program prog
 template <class Context, class Program>
 void samplewise(const Context& context, int64_t samples, const Program& program) {
   if (samples == 0) return;
-  launch(samplewise_kernel<Program>, dim3(static_cast<unsigned>(samples)), dim3(kSampleThreads), 0,
-         context.stream(), program);
+  launch<samplewise_kernel<Program>>(dim3(static_cast<unsigned>(samples)), dim3(kSampleThreads), 0,
+                                     context.stream(), program);
   context.check_launch("samplewise");
 }
 

@@ -137,18 +137,18 @@ Segments group_rows(const Context& context, int64_t rows, int64_t count, const F
   int64_t *offsets = numbers(count + 1), *counts = numbers(kDigits * tiles);
   SortedRows from{numbers(rows), numbers(rows)}, to{numbers(rows), numbers(rows)};
   auto stream = context.stream();
-  launch(segment_keys<F>, blocks_for(rows), dim3(kRowwiseThreads), 0, stream, rows, count,
-         segment_of, from);
+  launch<segment_keys<F>>(blocks_for(rows), dim3(kRowwiseThreads), 0, stream, rows, count,
+                          segment_of, from);
   const dim3 grid(static_cast<unsigned>(tiles)), block(kSortThreads);
   for (int shift = 0; shift == 0 || count >> shift != 0; shift += kDigitBits) {
-    launch(segment_digits<false>, grid, block, 0, stream, rows, shift, counts, from, to);
-    launch(segment_scan<kScanThreads>, dim3(1), dim3(kScanThreads), 0, stream, kDigits * tiles,
-           counts);
-    launch(segment_digits<true>, grid, block, 0, stream, rows, shift, counts, from, to);
+    launch<segment_digits<false>>(grid, block, 0, stream, rows, shift, counts, from, to);
+    launch<segment_scan<kScanThreads>>(dim3(1), dim3(kScanThreads), 0, stream, kDigits * tiles,
+                                       counts);
+    launch<segment_digits<true>>(grid, block, 0, stream, rows, shift, counts, from, to);
     std::swap(from, to);
   }
-  launch(segment_offsets<0>, blocks_for(count + 1), dim3(kRowwiseThreads), 0, stream, rows, count,
-         from.keys, offsets);
+  launch<segment_offsets<0>>(blocks_for(count + 1), dim3(kRowwiseThreads), 0, stream, rows, count,
+                             from.keys, offsets);
   context.check_launch("group_rows");
   return {rows, count, offsets, from.order};
 }

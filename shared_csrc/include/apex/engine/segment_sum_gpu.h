@@ -208,12 +208,12 @@ void segment_sum(const Context& context, const Segments& segments, int64_t colum
   const dim3 block(kRowwiseThreads);
   if (tiles > 1) {
     heads = static_cast<Sums*>(context.workspace(tiles * packs * N * sizeof(Sums)));
-    launch(segment_heads<Program>, blocks_for((tiles - 1) * packs), block, 0, context.stream(),
-           segments, tiles, columns, heads, program);
+    launch<segment_heads<Program>>(blocks_for((tiles - 1) * packs), block, 0, context.stream(),
+                                   segments, tiles, columns, heads, program);
     context.check_launch("segment_heads");
   }
-  launch(segment_sums<Program>, blocks_for(segments.count * packs), block, 0, context.stream(),
-         segments, columns, heads, program);
+  launch<segment_sums<Program>>(blocks_for(segments.count * packs), block, 0, context.stream(),
+                                segments, columns, heads, program);
   context.check_launch("segment_sums");
 }
 

@@ -28,8 +28,8 @@ Tensor planted_copy(const Tensor& x, int64_t bug) {
   if (bug == kUninitialized) from = static_cast<float*>(context.workspace(count * sizeof(float)));
   if (bug == kFreed) from = data<float>(torch::stable::new_empty(x, {1 << 20}), "temporary") + 9999;
   gpu_stream stream = bug == kWrongStream ? nullptr : context.stream();
-  launch(copy, dim3((static_cast<unsigned>(count) + 63) / 64), dim3(64), 0, stream, to, from,
-         count);
+  launch<copy>(dim3((static_cast<unsigned>(count) + 63) / 64), dim3(64), 0, stream, to, from,
+               count);
   context.check_launch("copy");
   return y;
 }
