@@ -5,6 +5,7 @@ compiles too. Where shared code changed, the sample includes every header of sha
 and other ops at each commit; two more are drawn by lot, so that each op has its turn.
 """
 
+import functools
 import os
 import random
 import re
@@ -43,6 +44,7 @@ def sampled_ops() -> list[str]:
     return chosen
 
 
+@functools.cache
 def op_folders() -> dict[str, Path]:
     return {
         op: next((ROOT / "packages" / p / "src").rglob(f"{op}/{op}.cpp")).parent
@@ -54,6 +56,7 @@ def _within(file: str, folder: Path) -> bool:
     return (ROOT / file).is_relative_to(folder)
 
 
+@functools.cache  # no source changes while CI draws
 def headers_of(folder: Path) -> frozenset[Path]:
     """Return the shared headers that an op's sources include, directly or not."""
     seen: set[Path] = set()

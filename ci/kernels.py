@@ -62,15 +62,14 @@ def main(backend: str, *words: str) -> None:
     def compile_together(group: tuple[str, tuple[str, ...]]) -> list[str]:
         package, some = group
         start = time.monotonic()
-        target = Target(backend, archs=some)
         whole = sampled is None or backend != "cuda" or len(some) > 1
         compile_group = compile_ops if whole else compile_device_code
         try:
+            target = Target(backend, archs=some)
             failures = compile_group(ops[group], target, folder_of(*group), package)
         except BuildError as error:
             return [str(error)]
-        names = ", ".join(op.name for op in ops[group])
-        took = time.monotonic() - start
+        names, took = ", ".join(op.name for op in ops[group]), time.monotonic() - start
         print(f"{package} for {', '.join(some)}: {names} in {took:.0f} s", flush=True)
         return [f"{package}: {line}" for line in failures]
 
