@@ -24,11 +24,9 @@ TORCH = MATRIX["torch"]["build"]
 TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["tools"].items()]
 TOOLS.append("tomli; python_version < '3.11'")  # reads ci/matrix.toml
 DOCS_TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["docs"]["tools"].items()]
-# What builds, checks and tags what is released, and tells its changes.
 RELEASE_TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["release"]["tools"].items()]
 CIBUILDWHEEL = f"cibuildwheel=={MATRIX['release']['cibuildwheel']}"
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-TEST_TOOLS = ["pytest", "pytest-timeout"]
 TEST_ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "",
     "OMP_NUM_THREADS": "2",
@@ -234,7 +232,8 @@ def examples(session):
 @nox.session(name="install", requires=["build"])
 def installation(session):
     """Install in every way that people do, where something is missing or in the way (minutes)."""
-    tools = ["pip", "uv", "hatchling", "ninja", "filelock", "numpy", "pytest-xdist", *TEST_TOOLS]
+    tools = ["pip", "uv", "hatchling", "ninja", "filelock", "numpy"]
+    tools += ["pytest-timeout", "pytest-xdist"]
     install(session, f"torch=={TORCH}", *tools)
     command = ["python", "-m", "pytest", "-q", "--timeout", "600", "ci/install"]
     session.run(*command, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
@@ -387,8 +386,7 @@ def compile_for_arm64(session, ops, *, alone):
     session.run("python", "-m", "pytest", "-q", *PARALLEL, "-k", own, *tests, env=environment)
 
 
-CXX = MATRIX["cpu"]["compilers"]
-COMPILED = ["cuda", "hip", "cpu", *CXX, "aarch64"]
+COMPILED = ["cuda", "nvrtc", "hip", "cpu", *MATRIX["cpu"]["compilers"], "aarch64"]
 
 
 @nox.session(tags=["ci"])
@@ -405,12 +403,15 @@ def kernels(session, compiler):
         sample = cover.sampled_ops()
         ops = sample if compiler != "cuda" else ops
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
-    if compiler in CXX:
+    if compiler in MATRIX["cpu"]["compilers"]:
         compile_with(session, compiler, ops, alone=alone)
     elif compiler == "aarch64":
         compile_for_arm64(session, ops, alone=alone)
     elif compiler == "cpu":
         session.run("python", "ci/vectors.py", *ops)
+    elif compiler == "nvrtc":
+        install(session, "filelock", *MATRIX["cuda"]["nvrtc"])
+        session.run("python", "ci/nvrtc.py", *ops, env=COMPILING)
     else:
         if compiler == "cuda":
             install_nvcc(session)

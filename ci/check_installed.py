@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "shared_csrc"))
 
 from native.build import find_ops  # noqa: E402
 from native.targets import cpu_levels  # noqa: E402
+from native.toolchain import RTC  # noqa: E402
 
 
 def main(packages: list[str]) -> None:
@@ -48,8 +49,11 @@ def check_kernels(package: str, folder: Path) -> None:
         expect(level in present, f"{package}: no CPU kernels for {level}; found {list(present)}")
         missing = ops - set(present[level]["ops"])
         expect(not missing, f"{package}: no {level} kernels for {sorted(missing)}")
-        file = manifest.parent / present[level]["file"]
+    for entry in libraries:
+        file = manifest.parent / entry["file"]
         expect(file.is_file(), f"{package}: the manifest names {file.name}, which is missing")
+    on_gpus = [entry for entry in libraries if entry["backend"] == RTC and ops == set(entry["ops"])]
+    expect(len(on_gpus) == 1, f"{package}: no library with the host's half of all GPU code")
 
 
 def expect(condition: bool, failure: str) -> None:

@@ -35,6 +35,8 @@ MAY_NEED = {*SYSTEM, *SYSTEM_LOADERS, *TORCH, *DRIVERS}
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
 VERSION = re.compile(r"^([A-Z]+)_(\d+(?:\.\d+)*)$")
 TORCH_SYMBOL = re.compile(r"^(?:aoti_)?torch_|^_ZN?K?(?:2at|3c10|5torch)")
+# Of a library whose kernels are compiled at run time, see apex/rtc/host.h.
+CONNECTION = {"apex_rtc_connect", "apex_rtc_kernels"}
 # Of torch's library for a GPU, which a torch for CPUs lacks.
 GPU_SYMBOLS = {"aoti_torch_get_current_cuda_stream"}
 
@@ -131,6 +133,7 @@ def library_complaints(path: Path, torch: set[str] | None) -> Iterator[str]:
                 "shared_csrc/include/apex/old_libraries.cpp"
             )
         undefined, exported = dynamic_symbols(elf)
+        exported -= CONNECTION
         if exported:
             yield f"exports {', '.join(sorted(exported)[:5])}"
         if elf.get_section_by_name(".symtab") or elf.get_section_by_name(".debug_info"):

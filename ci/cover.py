@@ -8,14 +8,17 @@ and other ops at each commit; two more are drawn by lot, so that each op has its
 import functools
 import os
 import random
-import re
+import sys
 from pathlib import Path
 
 from ci import dirty, stages
 from ci.workspace import ROOT, ops
 
+sys.path.insert(0, str(ROOT / "shared_csrc"))
+
+from native import sources
+
 INCLUDE = ROOT / "shared_csrc" / "include"
-_INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 BY_LOT = 2
 
 
@@ -59,16 +62,8 @@ def _within(file: str, folder: Path) -> bool:
 @functools.cache  # no source changes while CI draws
 def headers_of(folder: Path) -> frozenset[Path]:
     """Return the shared headers that an op's sources include, directly or not."""
-    seen: set[Path] = set()
-    todo = list(folder.glob("*.cpp"))
-    while todo:
-        file = todo.pop()
-        for name in _INCLUDED.findall(file.read_text()):
-            found = next((p for p in (file.parent / name, INCLUDE / name) if p.is_file()), None)
-            if found is not None and found.resolve() not in seen:
-                seen.add(found.resolve())
-                todo.append(found.resolve())
-    return frozenset(path for path in seen if path.is_relative_to(INCLUDE))
+    found = set().union(*(sources.included(source) for source in folder.glob("*.cpp")))
+    return frozenset(path for path in found if path.is_relative_to(INCLUDE))
 
 
 def cover(headers: dict[str, frozenset[Path]], seed: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Everything that a machine with a GPU can tell, in one command that needs no network.
 
 python ci/gpu.py [--wheels DIR] [--out DIR] [--only tests,sanitizer,bench] [--benchmarks NAME,...]
-                 [--minutes N]
+                 [--minutes N] [--nvrtc]
 python ci/gpu.py --campaign [ARCHIVE] [--out DIR] [--minutes N]
 
 Runs the device tests of all packages, compute-sanitizer on a case of each, and the benchmarks, each
@@ -12,6 +12,9 @@ failed.
 Without --wheels the packages are built from this checkout for the card at hand, which takes nvcc or
 hipcc and ninja. `nox -s gpu_wheels` makes a folder of wheels, test tools included, to carry to a
 machine that lacks these. Nothing is installed into the environment that runs this.
+
+With --nvrtc the kernels are those that NVRTC compiles at their first calls, whatever nvcc's the
+wheels bring: wheels of `nox -s build` do. Its cache is `APEX_CACHE_DIR`.
 
 With --campaign it measures kernels that were compiled elsewhere in many variants (`nox -s
 gpu_wheels -- --campaign`), and prints which won, by op, dtype and size.
@@ -90,6 +93,8 @@ def main(arguments: list[str]) -> int:
         except gpu_install.InstallError as error:
             print(f"gpu: {error}", file=sys.stderr)
             return 1
+        if options.nvrtc:
+            run.environment |= {"APEX_CUDA_COMPILER": "nvrtc", "APEX_JIT": "1"}
         run.results.append(Outcome("install", "passed", time.monotonic() - started))
         for step in options.only:
             guarded(step, run)
@@ -122,6 +127,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         nargs="?",
         const=ROOT / "dist" / "campaign.tar.xz",
         help="of variants; default: dist/campaign.tar.xz",
+    )
+    parser.add_argument(
+        "--nvrtc", action="store_true", help="run kernels that NVRTC compiles at their first calls"
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU"

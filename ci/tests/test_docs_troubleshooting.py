@@ -46,7 +46,7 @@ def test_every_title_is_a_text_of_ours(title):
 def raised() -> list[str]:
     """What `raise BuildError(...)` says in the modules that load and compile."""
     found = []
-    for name in ("jit", "library", "toolchain", "trust", "build", "prebuilt"):
+    for name in ("jit", "library", "toolchain", "trust", "build", "prebuilt", "rtc", "nvrtc"):
         for node in ast.walk(ast.parse((LOADER / f"{name}.py").read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 call = node.exc
@@ -57,6 +57,7 @@ def raised() -> list[str]:
 
 # Of an unfinished op in a checkout, which its author sees.
 FOR_AUTHORS = ("Two ops are called", "is not a kernel", "No op", "...: expected a compute")
+FOR_AUTHORS += ("the kernel ... cannot be named", "...: ... failed: ....")
 
 
 @pytest.mark.parametrize("text", raised())

@@ -101,6 +101,16 @@ def test_commands(fake):
     assert calls["bench layer_norm, turn 1 of 3"][1]["APEX_BENCH_DEVICE"] == "cuda"
 
 
+@pytest.mark.parametrize("options", [[], ["--nvrtc"]])
+def test_nvrtc_is_taken_where_it_is_asked_for(fake, options, monkeypatch):
+    monkeypatch.delenv("APEX_CUDA_COMPILER", raising=False)
+    monkeypatch.setenv("APEX_JIT", "0")
+    fake.main(*options)
+    for _, _, environment, _ in fake.calls:
+        assert environment["APEX_JIT"] == ("1" if options else "0")
+        assert environment.get("APEX_CUDA_COMPILER") == ("nvrtc" if options else None)
+
+
 def test_time_is_shared(fake):
     fake.main("--minutes", "10")
     seconds = {name: s for name, _, _, s in fake.calls}

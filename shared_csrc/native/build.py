@@ -175,7 +175,7 @@ def _write_ninja(
     for target in targets:
         lines += _rules(target, portable)
         stub = toolchain.gpu_stub_name(target)
-        if stub is not None:
+        if stub is not None and f"build {stub}" not in "\n".join(lines):
             lines += _stub_rules(target)
             (folder / "gpu_stub.cpp").write_text(
                 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
@@ -190,6 +190,8 @@ def _write_ninja(
             for source in op.sources:
                 flags = toolchain.compile_flags(target, toolchain.newest_ptx(source))
                 flags += [*first, *toolchain.include_flags(target), *own]
+                if target.backend == toolchain.RTC:
+                    flags.append(f'-DAPEX_RTC_UNIT="{op.unit_name(source)}"')
                 objects.append(f"{op.unit_name(source)}.{target.name}.o")
                 lines += [
                     f"build {objects[-1]}: compile_{target.name} {_escape(source.resolve())}",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import fitting, jit, switches, targets, toolchain, trust
+from . import fitting, jit, nvrtc, rtc, switches, targets, toolchain, trust
 from .build import Op
 from .errors import BuildError
 from .library import OpLibrary
@@ -61,13 +61,15 @@ def main(
     """
     options = _parser(library).parse_args(arguments)
     failed_builds = list(_build_missing(library)) if options.build else []
+    wanted = options.compile or (_gpu_architectures() if options.build else [])
+    failed_builds += _compile_kernels(library, wanted) if wanted else []
     devices = _devices() if options.check else []
     checks = {device: _checked(example, device) for device in devices}
     facts = {**gather(library), "checks": checks}
     troubles = [*failed_builds, *find_troubles(library, facts)]
     facts["troubles"] = [dataclasses.asdict(trouble) for trouble in troubles]
     print(json.dumps(facts, indent=1) if options.json else report(facts))
-    asked = options.check or options.build
+    asked = options.check or options.build or options.compile
     return 1 if asked and any(trouble.is_fatal for trouble in troubles) else 0
 
 
@@ -85,6 +87,12 @@ def _parser(library: OpLibrary) -> argparse.ArgumentParser:
         action="store_true",
         help="compile now what first uses would, as for an image; without a GPU, also for those "
         "that TORCH_CUDA_ARCH_LIST or PYTORCH_ROCM_ARCH names",
+    )
+    parser.add_argument(
+        "--compile",
+        nargs="+",
+        metavar="sm_90",
+        help="compile now all kernels for these NVIDIA GPUs, of which none need be there",
     )
     return parser
 
@@ -106,6 +114,7 @@ def gather(library: OpLibrary) -> dict[str, Any]:
         "cpu_levels": list(targets.supported_cpu_levels()),
         "gpu": _gpu(),
         "compilers": {name: _found(find) for name, find in _TOOLS.items()},
+        "nvrtc": _nvrtc(),
         "trial": _trial(),
         "toolkit_problem": _toolkit_problem(),
         "kernels": {
@@ -177,6 +186,15 @@ def _found(find: Callable[[], list[str]]) -> str | None:
     numbered = [line.strip() for line in lines if any(c.isdigit() for c in line)]
     said = next((line for line in numbered if "copyright" not in line.lower()), "no version")
     return f"{' '.join(command)} ({said})"
+
+
+def _nvrtc() -> str:
+    """The version and file of the compiler that torch brings for GPUs, or why there is none."""
+    try:
+        found = nvrtc.nvrtc()
+    except BuildError as error:
+        return str(error).removesuffix(".")
+    return f"{found.path} ({found}, for {', '.join(f'sm_{n}' for n in found.architectures)})"
 
 
 def _trial() -> str:
@@ -261,7 +279,7 @@ def _cache() -> dict[str, Any]:
         except BuildError as error:
             problem = str(error)
     size = 0
-    for file in folder.rglob("*.so"):
+    for file in (*folder.rglob("*.so"), *folder.rglob("*.kernel")):
         try:
             size += file.stat().st_size
         except OSError:
@@ -387,12 +405,47 @@ def _wanted_targets(
     if torch.cuda.is_available():
         return
     # An image is often made where no GPU is; the variables then say which ones it is for.
-    cuda = targets.cuda_arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    cuda = _listed_for_cuda()
     rocm = tuple(os.environ.get("PYTORCH_ROCM_ARCH", "").replace(";", " ").split())
-    if torch.version.cuda and cuda:
+    if torch.version.cuda and cuda and jit.backend_of("cuda") == "cuda":
         yield targets.Target("cuda", archs=cuda), lambda op: False
     if torch.version.hip and rocm:
         yield targets.Target("hip", archs=rocm), lambda op: False
+
+
+def _listed_for_cuda() -> tuple[str, ...]:
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    return targets.cuda_arch_list("" if listed == "native" else listed)
+
+
+def _gpu_architectures() -> list[str]:
+    """The NVIDIA GPUs whose kernels NVRTC compiles for ``--build``."""
+    if not torch.version.cuda or jit.backend_of("cuda") != toolchain.RTC:
+        return []
+    archs = [arch for arch in _listed_for_cuda() if arch.startswith("sm_")]
+    if torch.cuda.is_available():
+        archs.append("sm_{}{}".format(*torch.cuda.get_device_capability()))
+    return list(dict.fromkeys(archs))
+
+
+def _compile_kernels(library: OpLibrary, architectures: list[str]) -> Iterator[Trouble]:
+    """Compile into the cache every kernel that the package may launch on these GPUs."""
+    try:
+        compiler = nvrtc.nvrtc()
+        known = [f"sm_{number}" for number in compiler.architectures]
+        for arch in architectures:
+            if arch not in known:
+                text = f"expected some of {', '.join(known)}, which NVRTC {compiler} knows"
+                raise BuildError(f"{text}, got {arch}.")
+        for opened in library.open_for_rtc():
+            kernels = rtc.listed(opened)
+            for arch in architectures:
+                for number, kernel in enumerate(kernels, start=1):
+                    rtc.compiled(compiler, kernel, arch, library.op_folders)
+                    if number % 20 == 0 or number == len(kernels):
+                        print(f"{arch}: {number} of {len(kernels)} kernels", file=sys.stderr)
+    except BuildError as error:
+        yield Trouble(f"GPU kernels: {error}", "Do what that says")
 
 
 def _checked(example: Callable[[str], None], device: str) -> str:
@@ -417,6 +470,7 @@ def report(facts: dict[str, Any]) -> str:
     ]
     for name, found in facts["compilers"].items():
         lines.append(f"  {name:<10}  {found or 'not found'}")
+    lines.append(f"  NVRTC       {facts['nvrtc']}")
     cache = facts["cache"]
     size = f", {cache['mib']} MiB" if cache.get("mib") else ""
     lines += [

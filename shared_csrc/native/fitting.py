@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from . import jit, targets
+from .errors import BuildError
+from .nvrtc import nvrtc
+from .toolchain import RTC
 
 
 def why_unfit(entry: dict[str, Any]) -> str | None:
@@ -17,6 +20,12 @@ def why_unfit(entry: dict[str, Any]) -> str | None:
         levels = targets.supported_cpu_levels()
         return None if entry["level"] in levels else f"is for {entry['level']} processors"
     if backend == "emu":  # compiled in this checkout, see ci/campaign.py
+        return None
+    if backend == RTC:
+        try:
+            nvrtc()
+        except BuildError as error:
+            return f"needs NVRTC: {str(error).removesuffix('.')}"
         return None
     archs = ", ".join(entry["archs"])
     if backend == "cuda":

@@ -18,6 +18,8 @@ logger = logging.getLogger("apex")
 LOCK_TIMEOUT_S = BUILD_TIMEOUT_S + 60  # a stale lock cannot outlive its process
 
 _DEVICES = {"cuda": "NVIDIA GPUs", "hip": "AMD GPUs", "emu": "the emulated GPU"}
+_DEVICES[toolchain.RTC] = "NVIDIA GPUs"
+CUDA_COMPILER = "APEX_CUDA_COMPILER"
 # Builds that failed in this process: library and environment -> the error's text.
 _failed: dict[tuple[Path, tuple[str, ...], frozenset[tuple[str, str]]], str] = {}
 
@@ -42,12 +44,32 @@ def is_forbidden() -> bool:
 
 
 def backend_of(device_type: str) -> str:
-    """The backend whose kernels a kind of device of this machine runs."""
+    """The backend for which a kind of device of this machine has kernels compiled here.
+
+    Raises:
+        BuildError: ``APEX_CUDA_COMPILER`` names a compiler that there is not.
+    """
     if device_type == "cpu":
         return "emu" if targets.is_emulating() else "cpu"
     import torch
 
-    return "cuda" if torch.version.hip is None else "hip"
+    if torch.version.hip is not None:
+        return "hip"
+    wanted = os.environ.get(CUDA_COMPILER, "")
+    if wanted not in ("nvrtc", "nvcc", ""):
+        raise BuildError(f"{CUDA_COMPILER} must be nvrtc or nvcc, got {wanted!r}.")
+    return "cuda" if wanted == "nvcc" else toolchain.RTC
+
+
+def backends_of(device_type: str) -> tuple[str, ...]:
+    """The backends whose libraries of a wheel a kind of device runs.
+
+    On NVIDIA GPUs these are nvcc's and those whose kernels NVRTC compiles, unless
+    ``APEX_CUDA_COMPILER`` names one compiler.
+    """
+    backend = backend_of(device_type)
+    chooses = backend == toolchain.RTC and not os.environ.get(CUDA_COMPILER)
+    return ("cuda", backend) if chooses else (backend,)
 
 
 def own_rocm_arch() -> str:
@@ -66,8 +88,8 @@ def target_of(device_type: str) -> Target:
     backend = backend_of(device_type)
     if backend == "cpu":
         return Target("cpu", targets.supported_cpu_levels()[0])
-    if backend == "emu":
-        return Target("emu")
+    if backend in ("emu", toolchain.RTC):
+        return Target(backend)
     if backend == "hip":
         archs = tuple(os.environ.get("PYTORCH_ROCM_ARCH", "").replace(";", " ").split())
         own = own_rocm_arch()
@@ -124,11 +146,7 @@ def build_op(op: Op, target: Target, *, package: str) -> trust.CheckedLibrary:
     library = library_path(op, target, package=package)
     root = library.parent.parent
     try:
-        trust.check_above(root)
-        if not root.exists():
-            trust.make_private_folder(root)
-            trust.check_above(root)
-        trust.check_trusted(root)
+        trust.make_trusted(root)
         if trust.forbids_code(root):  # said now, not after a minute of compiling
             raise BuildError(
                 f"{package}: {op.name} ({target.name}) cannot be kept in the cache folder {root}: "

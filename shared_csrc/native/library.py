@@ -154,20 +154,23 @@ class OpLibrary:
             lines = [str(error), *([said] if said else []), self.doctor]
             raise BuildError("\n".join(lines)) from error.__cause__
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path) -> ctypes.CDLL:
+        """Load a library, which registers its kernels; and connect it where they are compiled."""
         from .targets import is_emulating
+        from .toolchain import RTC
 
         name = ""
         try:
             # The emulator's reports name kernels by the library's file, so it keeps its name.
             if getattr(path, "descriptor", None) is None or is_emulating():
                 torch.ops.load_library(str(path))
+                library = ctypes.CDLL(str(path))
             else:
                 # torch would look the path up again, and load what lies there by then. The loader
                 # knows libraries by name, and numbers of files come again: dots make names unlike.
                 dots = "/." * len(torch.ops.loaded_libraries)
                 name = path.loadable.replace("/proc/self", f"/proc/self{dots}", 1)
-                ctypes.CDLL(name)
+                library = ctypes.CDLL(name)
                 torch.ops.loaded_libraries.add(str(path))
         except OSError as error:
             from .fitting import remedy_for
@@ -178,6 +181,31 @@ class OpLibrary:
             raise BuildError(
                 f"{self.package}: cannot load {path}: {reason}. {remedy}. {self.doctor}"
             ) from error
+        if path.stem == RTC:
+            from . import rtc
+
+            rtc.connect(library, self.op_folders)
+        return library
+
+    def open_for_rtc(self) -> Iterator[ctypes.CDLL]:
+        """The libraries whose GPU kernels NVRTC compiles: the wheel's, else one built for each op.
+
+        Raises:
+            BuildError: one cannot be built or loaded.
+        """
+        from . import jit
+        from .targets import Target
+        from .toolchain import RTC
+
+        target, opened = Target(RTC), set()
+        brought = [e for e in self.manifest().get("libraries", []) if e["backend"] == RTC]
+        for name, folder in sorted(self.op_folders.items()):
+            files = [self.kernels / entry["file"] for entry in brought if name in entry["ops"]]
+            if not files:
+                files = [jit.build_op(self.op_in(folder), target, package=self.package)]
+            if files[0] not in opened:
+                opened.add(files[0])
+                yield self._open(files[0])
 
     def find_prebuilt(self, op: Op, device_type: str) -> Path | None:
         """The wheel's own library with this op for this device, or None."""
@@ -188,10 +216,10 @@ class OpLibrary:
         from . import jit
         from .fitting import why_unfit
 
-        backend = jit.backend_of(device_type)
+        backends = jit.backends_of(device_type)
         unfit = []
         for entry in self.manifest().get("libraries", []):
-            if entry["backend"] != backend or op.name not in entry["ops"]:
+            if entry["backend"] not in backends or op.name not in entry["ops"]:
                 continue
             reason = why_unfit(entry)
             if reason is None:  # entries are sorted best level first

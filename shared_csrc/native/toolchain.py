@@ -52,6 +52,10 @@ _WRAPPED = (
 _SHARED_PTX = 80
 _PTX = re.compile(r"^#define APEX_PTX\b[ \t]*(.*?)[ \t]*(?://.*)?$", re.MULTILINE)
 
+# The backend whose kernels are compiled at run time, see rtc.py: a library of the host's half.
+RTC = "cuda-rtc"
+_RTC_FLAGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-O2", "-ffunction-sections")
+
 VERSION_TIMEOUT_S = 60
 
 
@@ -158,7 +162,7 @@ def compiler_for(backend: str) -> list[str]:
     Raises:
         BuildError: there is none; with the remedy.
     """
-    if backend in ("cpu", "emu"):
+    if backend in ("cpu", "emu", RTC):
         return find_cxx()
     if backend == "cuda":
         compiler = find_nvcc()
@@ -244,6 +248,8 @@ def compile_flags(target: Target, ptx: int = _SHARED_PTX) -> list[str]:
     if target.backend == "emu":
         quiet = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")  # "unroll" is for GPU compilers
         return [*_COMMON, *_CPU_FLAGS, *quiet, "-O1", "-g1", *_EMULATED_FLAGS]
+    if target.backend == RTC:
+        return [*_COMMON, *_CPU_FLAGS, *_RTC_FLAGS, "-include", "apex/rtc/host.h"]
     if target.backend == "cuda":
         flags = [
             *_COMMON,
@@ -318,6 +324,8 @@ def link_flags(target: Target) -> list[str]:
         return [*flags, "-Wl,--as-needed", "-ltorch_cpu"]
     if target.backend == "emu":
         return [*flags, *(f"-Wl,--wrap={name}" for name in _WRAPPED), "-ltorch_cpu", "-ldl"]
+    if target.backend == RTC:
+        return [*flags, "-Wl,--gc-sections", "-ltorch_cpu", "-L.", "-ltorch_cuda"]
     stub = {"cuda": "torch_cuda", "hip": "torch_hip"}[target.backend]
     if target.backend == "cuda":
         # No kernel calls another file's: linking them would only write this machine's paths down.
@@ -329,8 +337,9 @@ def link_flags(target: Target) -> list[str]:
     return [*flags, "-ltorch_cpu", "-L.", f"-l{stub}"]
 
 
-# No symbol is visible outside of a wheel's library: torch finds the kernels by their registration.
-NO_EXPORTS = "{ local: *; };\n"
+# Hardly a symbol is visible outside of a wheel's library: torch finds the kernels by their
+# registration. Those of apex/rtc/host.h connect it.
+NO_EXPORTS = "{ global: apex_rtc_*; local: *; };\n"
 # What is compiled into it beside the ops, and why: see there.
 OLD_LIBRARIES = INCLUDE / "apex" / "old_libraries.cpp"
 
@@ -350,4 +359,5 @@ def portable_link_flags(target: Target, version_script: str) -> list[str]:
 
 def gpu_stub_name(target: Target) -> str | None:
     """The torch library that GPU kernels need by name and that a CPU torch does not have."""
-    return {"cuda": "libtorch_cuda.so", "hip": "libtorch_hip.so"}.get(target.backend)
+    stubs = {"cuda": "libtorch_cuda.so", RTC: "libtorch_cuda.so", "hip": "libtorch_hip.so"}
+    return stubs.get(target.backend)

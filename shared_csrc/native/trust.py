@@ -37,6 +37,20 @@ def make_private_folder(folder: Path) -> None:
             continue
 
 
+def make_trusted(root: Path) -> None:
+    """Make the cache's folder if it is missing, and check that nobody else can write into it.
+
+    Raises:
+        BuildError: someone else owns it, or a folder above it, or may write there.
+        OSError: it cannot be made or looked at.
+    """
+    check_above(root)
+    if not root.exists():
+        make_private_folder(root)
+        check_above(root)
+    check_trusted(root)
+
+
 def check_trusted(path: Path) -> None:
     """Check that nobody but this user and root can have written a folder or file of the cache.
 

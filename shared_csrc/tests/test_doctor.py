@@ -45,6 +45,7 @@ def test_a_user_without_a_home(monkeypatch):
     ],
 )
 def test_images_are_made_for_the_gpus_that_are_named(monkeypatch, torch_for, variables, expected):
+    monkeypatch.setenv("APEX_CUDA_COMPILER", "nvcc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("cuda", "hip"):
         monkeypatch.setattr(torch.version, name, torch_for.get(name))

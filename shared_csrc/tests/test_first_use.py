@@ -12,7 +12,7 @@ import torch
 SHARED = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SHARED.parent))
 
-from shared_csrc.native import build, jit, library, targets, toolchain  # noqa: E402
+from shared_csrc.native import build, fitting, jit, library, nvrtc, targets, toolchain  # noqa: E402
 from shared_csrc.native.errors import BuildError  # noqa: E402
 
 CPU = targets.Target("cpu", "baseline")
@@ -28,6 +28,7 @@ def op(tmp_path):
 
 @pytest.fixture
 def h100(monkeypatch):
+    monkeypatch.setenv("APEX_CUDA_COMPILER", "nvcc")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
@@ -70,6 +71,59 @@ def test_the_card_that_is_there_is_always_compiled_for(h100, monkeypatch, listed
 def test_the_amd_card_too(mi210, monkeypatch, listed, archs):
     monkeypatch.setenv("PYTORCH_ROCM_ARCH", listed)
     assert jit.target_of("cuda") == targets.Target("hip", archs=archs)
+
+
+@pytest.mark.parametrize("listed", ["", "8.0", "nine"])
+def test_nvrtc_serves_every_nvidia_card(h100, monkeypatch, listed):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    for value in ("", "nvrtc"):
+        monkeypatch.setenv("APEX_CUDA_COMPILER", value)
+        assert jit.target_of("cuda") == targets.Target("cuda-rtc")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "taken"),
+    [
+        ("", "both", "cuda.so"),  # what somebody took minutes to compile
+        ("", "cuda-rtc.so", "cuda-rtc.so"),
+        ("", "another card's", "cuda-rtc.so"),
+        ("nvrtc", "both", "cuda-rtc.so"),
+        ("nvrtc", "cuda.so", None),
+        ("nvcc", "both", "cuda.so"),
+        ("nvcc", "cuda-rtc.so", None),
+    ],
+)
+def test_which_library_of_a_wheel_is_taken(op, h100, tmp_path, monkeypatch, wanted, there, taken):
+    monkeypatch.setenv("APEX_CUDA_COMPILER", wanted)
+    monkeypatch.setattr(fitting, "nvrtc", lambda: None)
+    entries = [
+        {"file": f"{backend}.so", "backend": backend, "archs": archs, "ops": ["my_op"]}
+        for backend, archs in (("cuda", ["sm_90"]), ("cuda-rtc", []))
+    ]
+    if there == "another card's":
+        entries[0]["archs"] = ["sm_80"]
+    elif there != "both":
+        entries = [entry for entry in entries if entry["file"] == there]
+    ops = library.OpLibrary("apex_first_use", str(tmp_path / "_ops.py"))
+    monkeypatch.setattr(ops, "manifest", lambda: {"libraries": entries})
+    found = ops.find_prebuilt(op, "cuda")
+    assert (found and found.name) == taken
+
+
+def test_a_torch_without_nvrtc(op, h100, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_CUDA_COMPILER", "nvrtc")
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    nvrtc.nvrtc.cache_clear()
+    ops = prebuilt_wheel(tmp_path, monkeypatch, "cuda-rtc", [])
+    monkeypatch.setenv("APEX_JIT", "0")
+    reason = ops.why_missing(op.folder, "cuda")
+    assert reason.startswith("the wheel's gpu.so needs NVRTC: libnvrtc.so.99, which compiles GPU")
+
+
+def test_no_other_compiler_is_known(h100, monkeypatch):
+    monkeypatch.setenv("APEX_CUDA_COMPILER", "clang")
+    with pytest.raises(BuildError, match="APEX_CUDA_COMPILER must be nvrtc or nvcc, got 'clang'"):
+        jit.target_of("cuda")
 
 
 @pytest.mark.parametrize("listed", ["9.0;Grace", "nine", "native"])

@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(APEX_RTC_HOST)
 #define APEX_CUDA 1
 #define APEX_GPU 1
 #elif defined(__HIPCC__)
+#if !defined(__HIPCC_RTC__)  // HIPRTC has it built in
 #include <hip/hip_runtime.h>
+#endif
 #define APEX_HIP 1
 #define APEX_GPU 1
 #elif !defined(APEX_GPU)  // a tool may bring a GPU of its own, in a header that comes first
@@ -58,7 +60,23 @@
 #define APEX_VECTORIZE_FEW
 #endif
 
-#if defined(APEX_CUDA)
+#if defined(__CUDACC_RTC__)
+namespace apex {
+using gpu_stream = cudaStream_t;  // parts of the host's half that are read and not compiled name it
+}
+#elif defined(APEX_RTC_HOST)
+namespace apex {
+using gpu_stream = cudaStream_t;
+using gpu_error = int;
+inline gpu_error gpu_last_error() { return std::exchange(rtc_error, 0); }
+inline const char* gpu_error_string(gpu_error error) {
+  const char* text = nullptr;
+  rtc_connection().describe(error, &text);
+  return text ? text : "unknown error";
+}
+inline constexpr gpu_error kGpuSuccess = 0;
+}  // namespace apex
+#elif defined(APEX_CUDA)
 namespace apex {
 using gpu_stream = cudaStream_t;
 using gpu_error = cudaError_t;

@@ -45,6 +45,7 @@ APEX_DEVICE void sync_lanes(unsigned lanes) {
 #endif
 }
 
+#if !defined(APEX_RTC_HOST) && !defined(__CUDACC_RTC__)
 template <auto kernel, class... Arguments>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, gpu_stream stream,
             const Arguments&... arguments) {
@@ -52,6 +53,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, gpu_stream stream,
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   // clang-format on
 }
+#endif
 
 #endif  // else whoever brought the GPU has brought these
 

@@ -7,7 +7,7 @@
 
 #include "apex/core/config.h"
 
-#if defined(APEX_CUDA)
+#if defined(__CUDACC__)
 #include <cuda_fp16.h>
 #endif
 
@@ -83,7 +83,7 @@ APEX_HD uint16_t float_to_half_bits(float value) {
 #endif
 
 APEX_HD float to_float(Half value) {
-#if defined(APEX_CUDA)
+#if defined(__CUDACC__)
   return __half2float(bit_cast<__half>(value.bits));
 #elif defined(APEX_FLOAT16)
   return static_cast<float>(bit_cast<APEX_FLOAT16>(value.bits));
@@ -93,7 +93,7 @@ APEX_HD float to_float(Half value) {
 }
 
 APEX_HD Half to_half(float value) {
-#if defined(APEX_CUDA)
+#if defined(__CUDACC__)
   return {bit_cast<uint16_t>(__float2half_rn(value))};
 #elif defined(APEX_FLOAT16)
   return {bit_cast<uint16_t>(static_cast<APEX_FLOAT16>(value))};

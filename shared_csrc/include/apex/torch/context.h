@@ -61,6 +61,9 @@ class Context {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream));
     stream_ = static_cast<gpu_stream>(stream);
+#if defined(APEX_RTC_HOST)
+    rtc_device = like.get_device_index();
+#endif
   }
 
   gpu_stream stream() const { return stream_; }

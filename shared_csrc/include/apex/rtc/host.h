@@ -1,0 +1,180 @@
+// The host's half of GPU code by a plain C++ compiler, which is told to include this first: kernels
+// are named here, and compiled by NVRTC when they are first launched. native/nvrtc.py, which knows
+// how, connects itself when it loads the library.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#define APEX_RTC_HOST 1
+
+// What kernels are made of, so that a compiler for hosts accepts them. Nothing calls them here.
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define APEX_SHARED(type, name, ...) static type name __VA_ARGS__
+#define APEX_DYNAMIC_SHARED(name) alignas(16) static char name[16]
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+inline void __syncthreads() {}
+inline void __syncwarp(unsigned) {}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+inline unsigned __ballot_sync(unsigned, int) { return 0; }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int, int) {
+  return value;
+}
+template <class T>
+T atomicAdd(T* address, T) {
+  return *address;
+}
+using std::max;
+using std::min;
+
+using cudaStream_t = void*;
+
+namespace apex {
+
+struct RtcKernel;
+
+// What native/nvrtc.py and the driver do for a library.
+struct RtcConnection {
+  // Gives the kernel for a device, compiled and loaded; else a text of what is in the way, and 1.
+  int (*find)(const RtcKernel* kernel, int device, void** found, char* problem, size_t bytes);
+  int (*launch)(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                unsigned block_y, unsigned block_z, unsigned shared_bytes, cudaStream_t stream,
+                void** parameters, void** extra);
+  int (*describe)(int error, const char** text);
+  // Makes the device's context the thread's, as CUDA's runtime does in calls that launches lack.
+  void (*enter)(int device);
+};
+
+inline std::atomic<const RtcConnection*> rtc_connected{nullptr};
+// Of this thread: where an op runs, and what its last launch gave.
+inline thread_local int rtc_device = 0;
+inline thread_local int rtc_error = 0;
+
+// Another thread may call an op between the loading of its library and the connection.
+inline const RtcConnection& rtc_connection() {
+  for (int wait = 0; wait < 10000; ++wait) {
+    if (const RtcConnection* connection = rtc_connected.load(std::memory_order_acquire)) {
+      return *connection;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  throw std::runtime_error("this library was not loaded by Apex, so nothing compiles its kernels.");
+}
+
+// A kernel that the library may launch: its name as the compiler mangles it, which has all of its
+// template arguments; what includes it; and the bytes of its parameters, as a GPU counts them.
+struct RtcKernel {
+  const char* name;
+  const char* unit;
+  size_t parameter_bytes;
+};
+
+inline std::vector<RtcKernel>& rtc_kernels() {
+  static std::vector<RtcKernel> kernels;
+  return kernels;
+}
+
+template <auto kernel>
+struct KernelOf;
+
+inline namespace cuda {
+
+inline constexpr int kRtcDevices = 64;
+inline constexpr int kRtcInvalidContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
+
+inline void* rtc_find(const RtcKernel& kernel) {
+  char problem[4096] = "";
+  void* found = nullptr;
+  if (rtc_connection().find(&kernel, rtc_device, &found, problem, sizeof(problem))) {
+    throw std::runtime_error(problem);
+  }
+  return found;
+}
+
+template <auto kernel>
+struct RtcLaunch;
+
+template <class... Parameters, void (*kernel)(Parameters...)>
+struct RtcLaunch<kernel> {
+  static constexpr size_t parameter_bytes() {
+    size_t bytes = 0;
+    ((bytes = (bytes + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) +
+              sizeof(Parameters)),
+     ...);
+    return bytes;
+  }
+
+  static void run(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+                  Parameters... parameters) {
+    static std::atomic<void*> kept[kRtcDevices];
+    bool keeps = rtc_device < kRtcDevices;
+    void* found = keeps ? kept[rtc_device].load(std::memory_order_acquire) : nullptr;
+    if (found == nullptr) {
+      found = rtc_find(listed);
+      if (keeps) kept[rtc_device].store(found, std::memory_order_release);
+    }
+    void* addresses[] = {&parameters..., nullptr};
+    auto start = [&] {
+      return rtc_connection().launch(found, grid.x, grid.y, grid.z, block.x, block.y, block.z,
+                                     static_cast<unsigned>(shared_bytes), stream, addresses,
+                                     nullptr);
+    };
+    rtc_error = start();
+    if (rtc_error == kRtcInvalidContext) {
+      rtc_connection().enter(rtc_device);
+      rtc_error = start();
+    }
+  }
+
+  // APEX_RTC_UNIT is an op's name, and its source's where it has several.
+  static const RtcKernel& list() {
+    static const RtcKernel own{typeid(KernelOf<kernel>*).name(), APEX_RTC_UNIT, parameter_bytes()};
+    rtc_kernels().push_back(own);
+    return own;
+  }
+  static inline const RtcKernel& listed = list();
+};
+
+template <auto kernel, class... Arguments>
+void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            const Arguments&... arguments) {
+  RtcLaunch<kernel>::run(grid, block, shared_bytes, stream, arguments...);
+}
+
+}  // namespace cuda
+}  // namespace apex
+
+#define APEX_RTC_EXPORT extern "C" inline __attribute__((used, visibility("default")))
+
+APEX_RTC_EXPORT void apex_rtc_connect(const apex::RtcConnection* connection) {
+  apex::rtc_connected.store(connection, std::memory_order_release);
+}
+// The library's kernels, and how many.
+APEX_RTC_EXPORT size_t apex_rtc_kernels(const apex::RtcKernel** kernels) {
+  *kernels = apex::rtc_kernels().data();
+  return apex::rtc_kernels().size();
+}

@@ -1,0 +1,367 @@
+"""Compiles a GPU kernel at its first launch, for the card at hand, keeps it, and loads it.
+
+A library for ``cuda-rtc`` has the host's half of ops alone (``apex/rtc/host.h``), and serves every
+card and CUDA 12 and 13. It asks here for each kernel that it launches first: NVRTC compiles it from
+the headers that the op includes, and the driver loads it. What was compiled lies in the cache, by
+the rules of :mod:`.trust`; where it cannot lie there, every process compiles anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import jit, toolchain, trust
+from .errors import BuildError
+from .nvrtc import OPTIONS, Nvrtc, nvrtc
+from .sources import included, without_torch
+
+logger = logging.getLogger("apex")
+
+STANDARD = toolchain.INCLUDE / "apex" / "rtc" / "standard.h"
+# The driver copies parameters by sizes that are in the machine code: g++ must count the same ones.
+_PARAMETERS = """\
+template <class>
+struct ParameterBytes;
+template <class... Parameters>
+struct ParameterBytes<void (*)(Parameters...)> {{
+  static constexpr unsigned long count() {{
+    unsigned long bytes = 0;
+    ((bytes = (bytes + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) +
+              sizeof(Parameters)),
+     ...);
+    return bytes;
+  }}
+}};
+static_assert(ParameterBytes<decltype(&{name})>::count() == {bytes},
+              "the host's compiler counts other bytes of parameters");
+"""
+_MANY = (10, 50, 200)  # a line when a process has compiled as many
+
+
+class Kernel(ctypes.Structure):
+    """A kernel of a library, as ``apex::RtcKernel`` has it."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),  # of a type that has it as an argument, as a compiler mangles it
+        ("unit", ctypes.c_char_p),  # the op, and its source's name where it has several
+        ("parameter_bytes", ctypes.c_size_t),
+    )
+
+
+_Find = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(Kernel),
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_size_t,
+)
+
+
+_Enter = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+class _Connection(ctypes.Structure):
+    """As ``apex::RtcConnection`` has it."""
+
+    _fields_ = (
+        ("find", _Find),
+        ("launch", ctypes.c_void_p),
+        ("describe", ctypes.c_void_p),
+        ("enter", _Enter),
+    )
+
+
+class Driver:
+    """What is used of libcuda, the driver's library; torch has started it.
+
+    Raises:
+        BuildError: there is none.
+    """
+
+    _RELAXED = 2  # of a thread that captures a graph: what it loads is no part of it
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise BuildError(f"NVIDIA's driver cannot be loaded: {error}.") from error
+
+    def address(self, function: str) -> int | None:
+        """Where one of its functions is, for C++."""
+        return ctypes.cast(getattr(self._library, function), ctypes.c_void_p).value
+
+    def enter(self, device: int) -> None:
+        """Make a device's context the calling thread's, where this has none.
+
+        A thread has one after its first call of CUDA's runtime, and torch may need none for an op.
+        """
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if context.value is None:
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._call("cuCtxSetCurrent", context)
+
+    def load(self, symbol: str, image: bytes) -> int:
+        """Load machine code or PTX; return the kernel, for every card that it suits."""
+        library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        none = (None, None, 0)
+        with self._outside_of_graphs():
+            self._call("cuLibraryLoadData", ctypes.byref(library), image, *none, *none)
+            self._call("cuLibraryGetKernel", ctypes.byref(kernel), library, symbol.encode())
+        return kernel.value or 0
+
+    @contextlib.contextmanager
+    def _outside_of_graphs(self) -> Iterator[None]:
+        mode = ctypes.c_int(self._RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+    def _call(self, function: str, *arguments: object) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status != 0:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(status, ctypes.byref(text))
+            said = (text.value or b"an unknown error").decode()
+            raise BuildError(f"{function} of NVIDIA's driver failed with {status}: {said}.")
+
+
+def expression(mangled: str) -> str:
+    """The C++ expression that names a kernel, such as ``apex::cuda::rowwise_kernel<...>``.
+
+    Args:
+        mangled: the name of the type that has the kernel as its argument.
+
+    Raises:
+        BuildError: it has no name that another program can use.
+    """
+    standard = ctypes.CDLL("libstdc++.so.6")
+    standard.__cxa_demangle.restype = ctypes.c_void_p
+    address = standard.__cxa_demangle(mangled.removeprefix("*").encode(), None, None, None)
+    text = ctypes.string_at(address).decode() if address else ""
+    ctypes.CDLL(None).free(ctypes.c_void_p(address))
+    whole = re.fullmatch(r"apex::KernelOf<\(?&\(?(?:void )?(.*?)\)*>\*", text)
+    if whole is None or "(anonymous namespace)" in text or "{lambda" in text:
+        raise BuildError(
+            f"the kernel {text or mangled} cannot be named outside of its source: kernels and what "
+            "they are made of must not be in an anonymous namespace nor be lambdas."
+        )
+    depth = 0
+    for at, letter in enumerate(whole[1]):  # up to the list of parameters
+        depth += {"<": 1, ">": -1}.get(letter, 0)
+        if letter == "(" and depth == 0:
+            return whole[1][:at]
+    return whole[1]
+
+
+@functools.cache
+def _headers(source: Path) -> tuple[list[Path], bytes]:
+    """What of a source's includes kernels are made of, and a digest of all that these include."""
+    headers = without_torch(source)
+    state = hashlib.sha256()
+    files = {STANDARD, *headers}.union(*map(included, headers))
+    for name, text in sorted((file.name, file.read_bytes()) for file in files):
+        state.update(name.encode() + b"\0" + text)
+    return headers, state.digest()
+
+
+def compiled(
+    compiler: Nvrtc, kernel: Kernel, architecture: str, op_folders: dict[str, Path]
+) -> tuple[Path, str, bytes]:
+    """A kernel for an architecture, from the cache or compiled.
+
+    Args:
+        compiler: NVRTC.
+        kernel: as the library lists it.
+        architecture: such as ``sm_90``.
+        op_folders: of each op that the library has, by name.
+
+    Returns:
+        Its file in the cache, where it may not lie; its symbol; and the machine code, or PTX.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    unit, name = kernel.unit.decode(), expression(kernel.name.decode())
+    state = hashlib.sha256(_headers(_source_of(unit, op_folders))[1])
+    state.update(repr((OPTIONS, name, kernel.parameter_bytes)).encode())
+    folder = jit.cache_folder() / f"nvrtc-{compiler}-{architecture}"
+    file = folder / f"{unit}-{state.hexdigest()[:32]}.kernel"
+    with _lock:
+        kept = _kept(file)
+        if kept is None:
+            if jit.is_forbidden():
+                raise BuildError(
+                    f"APEX_JIT=0 forbids compiling {name} for {architecture}, and it is not in the "
+                    f"cache {folder.parent}. Unset APEX_JIT, or fill the cache before: "
+                    f"`python -m apex.<package> --compile {architecture}`."
+                )
+            _say(folder)
+            name, text, options = program(kernel, op_folders, architecture)
+            kept = compiler.compile(text, name, options)
+            _keep(file, *kept)
+    return (file, *kept)
+
+
+_lock = threading.RLock()
+_count = 0
+_unusable: set[str] = set()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()  # its holder may have been a thread that a child does not have
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _say(folder: Path) -> None:
+    global _count
+    _count += 1
+    if _count == 1:
+        logger.warning(
+            "apex: compiling GPU kernels by %s at their first calls, 0.1 to 2 s each; they are "
+            "kept in %s.",
+            folder.name,
+            folder.parent,
+        )
+    elif _count in _MANY:
+        logger.warning("apex: %d GPU kernels were compiled by this process.", _count)
+
+
+def _kept(file: Path) -> tuple[str, bytes] | None:
+    """Symbol and code of a kernel in the cache; None if it is not there, damaged or not trusted."""
+    try:
+        root = file.parent.parent
+        if not root.exists():
+            return None
+        trust.check_above(root)
+        trust.check_trusted(root)
+        checked = trust.open_checked(file)
+    except (OSError, BuildError) as error:
+        _warn(error)
+        return None
+    if checked is None:
+        return None
+    with open(checked.descriptor, "rb", closefd=False) as opened:
+        opened.seek(0)
+        symbol, _, image = opened.read().partition(b"\0")
+    return symbol.decode(), image
+
+
+def _keep(file: Path, symbol: str, image: bytes) -> None:
+    """Write a kernel into the cache, whole or not at all."""
+    folder = file.parent
+    try:
+        trust.make_trusted(folder.parent)
+        trust.make_private_folder(folder)
+        with tempfile.TemporaryDirectory(prefix=".kernel-", dir=folder) as work:
+            written = Path(work, "kernel")
+            written.write_bytes(symbol.encode() + b"\0" + image)
+            written.chmod(trust.PRIVATE)
+            seal = Path(work, "seal")
+            seal.write_text(trust.seal(written))
+            # What lies without its own seal is not loaded, so the order does not matter.
+            os.replace(seal, trust.seal_path(file))
+            os.replace(written, file)
+    except (OSError, BuildError) as error:
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    """Say once that kernels are not kept: they run all the same."""
+    text = str(error)
+    if text not in _unusable:
+        _unusable.add(text)
+        logger.warning(
+            "apex: compiled GPU kernels cannot be kept, so each process compiles them anew: %s "
+            "APEX_CACHE_DIR names another folder.",
+            text,
+        )
+
+
+def listed(library: ctypes.CDLL) -> list[Kernel]:
+    """The kernels that an open library may launch."""
+    kernels = ctypes.POINTER(Kernel)()
+    library.apex_rtc_kernels.restype = ctypes.c_size_t
+    count = library.apex_rtc_kernels(ctypes.byref(kernels))
+    return kernels[:count]
+
+
+def program(
+    kernel: Kernel, op_folders: dict[str, Path], architecture: str
+) -> tuple[str, str, list[str]]:
+    """What NVRTC is given for a kernel: its name, the program, and options.
+
+    Raises:
+        BuildError: the kernel cannot be named.
+    """
+    name = expression(kernel.name.decode())
+    headers, _ = _headers(_source_of(kernel.unit.decode(), op_folders))
+    lines = [f'#include "{header}"\n' for header in headers]
+    lines.append(_PARAMETERS.format(name=name, bytes=kernel.parameter_bytes))
+    options = [f"--gpu-architecture={architecture}", f"-I{toolchain.INCLUDE}"]
+    return name, "".join(lines), options
+
+
+def _source_of(unit: str, op_folders: dict[str, Path]) -> Path:
+    """The source of a unit: of ``fused_adam`` is ``fused_adam.cpp``, of ``fused_adam.x`` x.cpp."""
+    return op_folders[unit.partition(".")[0]] / f"{unit.rpartition('.')[2]}.cpp"
+
+
+_connections: list[Any] = []  # what C++ calls must not be collected
+_loaded: dict[Path, int] = {}
+driver = functools.cache(Driver)  # started at the first launch: an image is made without one
+
+
+def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
+    """Let an open library launch: give it the kernels that it asks for, and the driver.
+
+    Args:
+        library: for ``cuda-rtc``.
+        op_folders: of each of its ops, by name.
+    """
+
+    def find(kernel: Any, device: int, found: Any, problem: Any, size: int) -> int:
+        try:
+            found[0] = _load(kernel.contents, device, op_folders)
+            connection.launch = driver().address("cuLaunchKernel")
+            connection.describe = driver().address("cuGetErrorString")
+            return 0
+        except BaseException as error:  # C++ raises it
+            text = f"{kernel.contents.unit.decode()}: {error}".encode()[: size - 1]
+            ctypes.memmove(problem, text + b"\0", len(text) + 1)
+            return 1
+
+    connection = _Connection(_Find(find), None, None, _Enter(lambda d: driver().enter(d)))
+    _connections.append(connection)
+    library.apex_rtc_connect(ctypes.byref(connection))
+
+
+def _load(kernel: Kernel, device: int, op_folders: dict[str, Path]) -> int:
+    """A kernel of the driver for a device, compiled and loaded if need be."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = nvrtc().architecture_for(10 * major + minor)
+    with _lock:
+        file, symbol, image = compiled(nvrtc(), kernel, architecture, op_folders)
+        if file not in _loaded:
+            driver().enter(device)
+            _loaded[file] = driver().load(symbol, image)
+        return _loaded[file]

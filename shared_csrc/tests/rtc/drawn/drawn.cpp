@@ -1,0 +1,39 @@
+// The host's half of an op, without torch: test_rtc.py calls it.
+#include <string>
+
+#include "drawn.h"
+
+namespace {
+
+struct Hidden {};
+
+template <class T>
+__global__ void draw_hidden(float*) {}
+
+}  // namespace
+
+extern "C" {
+
+// Launches on a device; returns what is raised, or what the launch gave.
+__attribute__((visibility("default"))) const char* apex_draw(int device, unsigned threads, float* y,
+                                                             int count, float slope,
+                                                             double offset) {
+  using namespace apex;
+  static thread_local std::string said;
+  rtc_device = device;
+  try {
+    launch<draw<float>>(dim3(1), dim3(threads), 0, reinterpret_cast<gpu_stream>(7), y, count,
+                        Line{slope, offset});
+    gpu_error error = gpu_last_error();
+    said = error == kGpuSuccess ? "" : gpu_error_string(error);
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  return said.c_str();
+}
+
+// Of kernels that cannot be named elsewhere.
+__attribute__((visibility("default"))) void apex_never_called() {
+  apex::launch<draw_hidden<Hidden>>(apex::rtc_device, 1, 0, nullptr, nullptr);
+}
+}
