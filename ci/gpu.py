@@ -1,6 +1,6 @@
 """Everything that a machine with a GPU can tell, in one command that needs no network.
 
-python ci/gpu.py [--wheels DIR] [--out DIR] [--only tests,sanitizer,bench] [--benchmarks NAME,...]
+python ci/gpu.py [--wheels DIR] [--out DIR] [--only first_calls,tests,...] [--benchmarks NAME,...]
                  [--minutes N] [--nvrtc]
 python ci/gpu.py --campaign [ARCHIVE] [--out DIR] [--minutes N]
 
@@ -37,9 +37,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci" / "testkit")]
 from ci import gpu_campaign, gpu_install, gpu_report  # noqa: E402
 from ci.gpu_process import Outcome, execute, find_sanitizer  # noqa: E402
 
-STEPS = ("tests", "sanitizer", "bench")
+STEPS = ("first_calls", "tests", "sanitizer", "bench")
 # Of the time that is left when a step begins; the last takes what the others left.
-SHARES = {"tests": 0.45, "sanitizer": 0.35, "bench": 1.0}
+SHARES = {"first_calls": 0.1, "tests": 0.45, "sanitizer": 0.35, "bench": 1.0}
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 TOOLS = ("memcheck", "racecheck")
 MINUTES, CAMPAIGN_MINUTES = 10, 8
@@ -128,9 +128,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         const=ROOT / "dist" / "campaign.tar.xz",
         help="of variants; default: dist/campaign.tar.xz",
     )
-    parser.add_argument(
-        "--nvrtc", action="store_true", help="run kernels that NVRTC compiles at their first calls"
-    )
+    parser.add_argument("--nvrtc", action="store_true", help="take NVRTC's kernels, not nvcc's")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU"
     )
@@ -169,13 +167,29 @@ def step_list(text: str) -> list[str]:
 
 def guarded(step: str, run: Run) -> None:
     """Run a step; an error of its own is a failure of that step alone."""
-    steps: dict[str, Callable[[Run], None]] = {"tests": test, "sanitizer": sanitize, "bench": bench}
+    steps: dict[str, Callable[[Run], None]] = {"first_calls": first_calls, "tests": test}
+    steps |= {"sanitizer": sanitize, "bench": bench}
     print(f"\n{step}, up to {run.share(step):.0f} s", flush=True)
     try:
         steps[step](run)
     except Exception as error:  # the next step is to run whatever this one met
         run.results.append(Outcome(step, "failed", 0.0, f"{type(error).__name__}: {error}"))
         print(run.results[-1].line(), file=sys.stderr)
+
+
+def first_calls(run: Run) -> None:
+    """A first step with kernels that NVRTC compiles, with those that it kept, and with nvcc's."""
+    command = [sys.executable, str(ROOT / "ci" / "gpu_first_calls.py")]
+    with tempfile.TemporaryDirectory(prefix="apex-first-calls-") as cache:
+        settings = {"APEX_BENCH_DEVICE": run.device, "APEX_CACHE_DIR": cache, "APEX_JIT": "1"}
+        for name, compiler in (("empty", "nvrtc"), ("filled", "nvrtc"), ("not used", "nvcc")):
+            own = settings | {"APEX_CUDA_COMPILER": compiler}
+            if name == "not used":
+                own["APEX_JIT"] = "0"
+                if run.environment.get("APEX_CUDA_COMPILER") == "nvrtc":
+                    continue  # nvcc's kernels need not be there
+            title = f"first call, {compiler}, cache {name}"
+            run.call(title, command, run.share("first_calls"), **own)
 
 
 def test(run: Run) -> None:

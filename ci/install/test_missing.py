@@ -1,10 +1,11 @@
 """What a user sees where torch or a compiler is missing."""
 
 import re
+import subprocess
 
 from places import AN_OP, NO_COMPILER, Place, last_line, runs, said, succeeded
 
-from ci.workspace import wheel
+from ci.workspace import MATRIX, wheel
 
 NO_TORCH = (
     r"ModuleNotFoundError: No module named 'torch', which (apex\.[\w.]+|amp_C) imports: "
@@ -42,6 +43,20 @@ def test_without_torch(tmp_path):
 def test_kernels_in_the_wheel_need_no_compiler(place):
     place.install("--no-deps", wheel("apex-amp"))
     assert runs(place.execute(AN_OP, **NO_COMPILER))
+
+
+def test_torch_for_cuda_brings_what_gpu_kernels_need(tmp_path):
+    place = Place(tmp_path, is_empty=True)
+    newest = MATRIX["torch"]["versions"][-1]
+    wanted = ["--python", str(place.python), f"torch=={newest}", str(wheel("apex-amp"))]
+    subprocess.run(["uv", "pip", "install", "-q", *wanted], check=True, timeout=900)
+    assert runs(place.execute(AN_OP, **NO_COMPILER))
+    report = succeeded(place.doctor("amp", "--compile", "sm_90", **NO_COMPILER)).stdout
+    assert re.search(r"GPU +none that torch can use", report)
+    assert re.search(r"NVRTC +/\S+/libnvrtc\.so\.\d+ \(\d+\.\d+, for sm_75, .*sm_90", report)
+    assert re.search(
+        r"NVIDIA GPU +cuda-rtc\.so for all; \d\d kernels of NVRTC in the cache", report
+    )
 
 
 def test_sources_without_a_compiler(place, sources):

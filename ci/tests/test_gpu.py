@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from environments import ROOT
 
-from ci import gpu, gpu_benchmarks, gpu_install, gpu_process, gpu_report
+from ci import gpu, gpu_benchmarks, gpu_first_calls, gpu_install, gpu_process, gpu_report
 from ci.gpu_process import Outcome, execute
 
 RECORD = {
@@ -63,7 +64,12 @@ def test_everything_runs_and_is_reported(fake, tmp_path, capsys):
     assert fake.main("--minutes", "10") == 0
     names = [name for name, *_ in fake.calls]
     packages = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
-    assert sorted(names[:5]) == [f"tests {p}" for p in packages]
+    assert names[:3] == [
+        "first call, nvrtc, cache empty",
+        "first call, nvrtc, cache filled",
+        "first call, nvcc, cache not used",
+    ]
+    assert sorted(names[3:8]) == [f"tests {p}" for p in packages]
     sanitized = [name.partition(" ") for name in names if "check " in name]
     for tool in ("memcheck", "racecheck"):
         parts = {rest for name, _, rest in sanitized if name == tool}
@@ -106,9 +112,22 @@ def test_nvrtc_is_taken_where_it_is_asked_for(fake, options, monkeypatch):
     monkeypatch.delenv("APEX_CUDA_COMPILER", raising=False)
     monkeypatch.setenv("APEX_JIT", "0")
     fake.main(*options)
-    for _, _, environment, _ in fake.calls:
-        assert environment["APEX_JIT"] == ("1" if options else "0")
-        assert environment.get("APEX_CUDA_COMPILER") == ("nvrtc" if options else None)
+    assert any("nvcc" in name for name, *_ in fake.calls) == (not options)
+    for name, _, environment, _ in fake.calls:
+        if not name.startswith("first call"):
+            assert environment["APEX_JIT"] == ("1" if options else "0")
+            assert environment.get("APEX_CUDA_COMPILER") == ("nvrtc" if options else None)
+
+
+def test_a_first_call_is_measured_and_its_result_checked(monkeypatch, capsys):
+    monkeypatch.setenv("APEX_BENCH_DEVICE", "cpu")
+    gpu_first_calls.main()
+    assert re.fullmatch(
+        r"first step [\d.]+ ms, later ones [\d.]+ us each\n", capsys.readouterr().out
+    )
+    monkeypatch.setattr(gpu_first_calls.FusedAdam, "step", lambda self: None)
+    with pytest.raises(AssertionError):
+        gpu_first_calls.main()
 
 
 def test_time_is_shared(fake):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import fitting, jit, nvrtc, rtc, switches, targets, toolchain, trust
+from . import doctor_rtc, fitting, jit, switches, targets, toolchain, trust
 from .build import Op
 from .errors import BuildError
 from .library import OpLibrary
@@ -61,8 +61,8 @@ def main(
     """
     options = _parser(library).parse_args(arguments)
     failed_builds = list(_build_missing(library)) if options.build else []
-    wanted = options.compile or (_gpu_architectures() if options.build else [])
-    failed_builds += _compile_kernels(library, wanted) if wanted else []
+    wanted = options.compile or (doctor_rtc.architectures() if options.build else [])
+    failed_builds += _compile_kernels(library, wanted)
     devices = _devices() if options.check else []
     checks = {device: _checked(example, device) for device in devices}
     facts = {**gather(library), "checks": checks}
@@ -114,7 +114,8 @@ def gather(library: OpLibrary) -> dict[str, Any]:
         "cpu_levels": list(targets.supported_cpu_levels()),
         "gpu": _gpu(),
         "compilers": {name: _found(find) for name, find in _TOOLS.items()},
-        "nvrtc": _nvrtc(),
+        "nvrtc": doctor_rtc.compiler(),
+        "on_nvidia_gpus": doctor_rtc.on_nvidia_gpus(library),
         "trial": _trial(),
         "toolkit_problem": _toolkit_problem(),
         "kernels": {
@@ -186,15 +187,6 @@ def _found(find: Callable[[], list[str]]) -> str | None:
     numbered = [line.strip() for line in lines if any(c.isdigit() for c in line)]
     said = next((line for line in numbered if "copyright" not in line.lower()), "no version")
     return f"{' '.join(command)} ({said})"
-
-
-def _nvrtc() -> str:
-    """The version and file of the compiler that torch brings for GPUs, or why there is none."""
-    try:
-        found = nvrtc.nvrtc()
-    except BuildError as error:
-        return str(error).removesuffix(".")
-    return f"{found.path} ({found}, for {', '.join(f'sm_{n}' for n in found.architectures)})"
 
 
 def _trial() -> str:
@@ -405,7 +397,7 @@ def _wanted_targets(
     if torch.cuda.is_available():
         return
     # An image is often made where no GPU is; the variables then say which ones it is for.
-    cuda = _listed_for_cuda()
+    cuda = doctor_rtc.listed_for_cuda()
     rocm = tuple(os.environ.get("PYTORCH_ROCM_ARCH", "").replace(";", " ").split())
     if torch.version.cuda and cuda and jit.backend_of("cuda") == "cuda":
         yield targets.Target("cuda", archs=cuda), lambda op: False
@@ -413,37 +405,11 @@ def _wanted_targets(
         yield targets.Target("hip", archs=rocm), lambda op: False
 
 
-def _listed_for_cuda() -> tuple[str, ...]:
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    return targets.cuda_arch_list("" if listed == "native" else listed)
-
-
-def _gpu_architectures() -> list[str]:
-    """The NVIDIA GPUs whose kernels NVRTC compiles for ``--build``."""
-    if not torch.version.cuda or jit.backend_of("cuda") != toolchain.RTC:
-        return []
-    archs = [arch for arch in _listed_for_cuda() if arch.startswith("sm_")]
-    if torch.cuda.is_available():
-        archs.append("sm_{}{}".format(*torch.cuda.get_device_capability()))
-    return list(dict.fromkeys(archs))
-
-
 def _compile_kernels(library: OpLibrary, architectures: list[str]) -> Iterator[Trouble]:
-    """Compile into the cache every kernel that the package may launch on these GPUs."""
+    """Compile into the cache every kernel that the package may launch on these NVIDIA GPUs."""
     try:
-        compiler = nvrtc.nvrtc()
-        known = [f"sm_{number}" for number in compiler.architectures]
-        for arch in architectures:
-            if arch not in known:
-                text = f"expected some of {', '.join(known)}, which NVRTC {compiler} knows"
-                raise BuildError(f"{text}, got {arch}.")
-        for opened in library.open_for_rtc():
-            kernels = rtc.listed(opened)
-            for arch in architectures:
-                for number, kernel in enumerate(kernels, start=1):
-                    rtc.compiled(compiler, kernel, arch, library.op_folders)
-                    if number % 20 == 0 or number == len(kernels):
-                        print(f"{arch}: {number} of {len(kernels)} kernels", file=sys.stderr)
+        if architectures:
+            doctor_rtc.compile_kernels(library, architectures)
     except BuildError as error:
         yield Trouble(f"GPU kernels: {error}", "Do what that says")
 
@@ -471,6 +437,8 @@ def report(facts: dict[str, Any]) -> str:
     for name, found in facts["compilers"].items():
         lines.append(f"  {name:<10}  {found or 'not found'}")
     lines.append(f"  NVRTC       {facts['nvrtc']}")
+    if facts["on_nvidia_gpus"]:
+        lines.append(f"  NVIDIA GPU  {facts['on_nvidia_gpus']}")
     cache = facts["cache"]
     size = f", {cache['mib']} MiB" if cache.get("mib") else ""
     lines += [

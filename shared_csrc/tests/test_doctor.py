@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shared_csrc.native import doctor, targets
+from shared_csrc.native import doctor, doctor_rtc, targets
 from shared_csrc.native.library import OpLibrary
 
 
@@ -55,6 +55,30 @@ def test_images_are_made_for_the_gpus_that_are_named(monkeypatch, torch_for, var
     assert cpu.backend == "cpu"
     wanted = [] if expected is None else [targets.Target(expected[0], archs=expected[1])]
     assert others == wanted
+
+
+@pytest.mark.parametrize(
+    ("cuda", "libraries", "expected"),
+    [
+        (None, [], None),
+        ("12.6", [], "an op's host code is compiled at its first call; 1 kernels of NVRTC in the"),
+        (
+            "13.0",
+            [("cpu", []), ("cuda", ["sm_80", "sm_90"]), ("cuda-rtc", [])],
+            "cuda.so for sm_80, sm_90 and cuda-rtc.so for all; 1 kernels of NVRTC in the cache",
+        ),
+    ],
+)
+def test_what_serves_nvidia_gpus(monkeypatch, tmp_path, cuda, libraries, expected):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    (tmp_path / "nvrtc-13.0-sm_90").mkdir()
+    (tmp_path / "nvrtc-13.0-sm_90" / "my_op-1.kernel").write_text("")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    ops = OpLibrary("apex_doc", __file__)
+    entries = [{"file": f"{b}.so", "backend": b, "archs": archs} for b, archs in libraries]
+    monkeypatch.setattr(ops, "manifest", lambda: {"libraries": entries})
+    said = doctor_rtc.on_nvidia_gpus(ops)
+    assert said == expected if expected is None else said.startswith(expected)
 
 
 @pytest.mark.parametrize(("nvcc", "cuda", "is_wrong"), [(13, "12.8", True), (12, "13.0", False)])
