@@ -41,7 +41,6 @@ SAMPLES = bool(os.environ.get("APEX_CI_SAMPLE"))
 # Wheels have kernels for every ISA level if they or all of CI are asked for; tests run on the best.
 ALL_LEVELS = {"build", "ci"} & {*sys.argv} or "APEX_CPU_LEVELS" in os.environ
 LEVELS = {} if ALL_LEVELS else {"APEX_CPU_LEVELS": workspace.best_level()}
-CI = ("lint", "docs", "tests", "compiling", "examples", "matrix", "emulate", "kernels")
 # A process of pytest-xdist per core, and the same with one thread each.
 PARALLEL = ["-n", str(len(os.sched_getaffinity(0)))]
 ONE_THREAD = [*PARALLEL, "-o", "apex_threads=1"]
@@ -203,20 +202,20 @@ def tests(session, package):
     pytest(session, f"packages/{package}/tests", *sample, *PARALLEL)
 
 
-def run_together(session, builds=False):
+def run_together(session, *sample, builds=False):
     """Install all five wheels, and run the tests of ci/ and shared_csrc/, or those that compile."""
     tools = ["pytest-xdist", "nox", "uv", "pip", "hatchling", *TOOLS, *RELEASE_TOOLS]
     tools += [*DOCS_TOOLS, f"{CIBUILDWHEEL}; python_version >= '3.11'"]
     install_wheels(session, PACKAGES, *tools)
     paths = ["ci", "--ignore=ci/clients", "--ignore=ci/install", "shared_csrc"]
-    pytest(session, *paths, *PARALLEL, builds=builds)
+    pytest(session, *paths, *sample, *PARALLEL, builds=builds)
 
 
 @nox.session(requires=["build"], tags=["ci"])
 @stages.timed
 def compiling(session):
     """Run the tests that compile: engines at every ISA level, planted faults, a new op."""
-    run_together(session, builds=True)
+    run_together(session, *(dirty.sample_of_compiling() if SAMPLES else []), builds=True)
 
 
 @nox.session(requires=["build"], tags=["ci"])
@@ -496,5 +495,5 @@ def new_op(session):
 @nox.session(venv_backend="none")
 def ci(session):
     """Run what CI runs, and all of what CI takes samples of."""
-    for name in CI:
+    for name in ("lint", "docs", "tests", "compiling", "examples", "matrix", "emulate", "kernels"):
         session.notify(name)

@@ -19,6 +19,7 @@ LATELY = 4 * 3600
 SHARED = "shared"
 EVERYTHING = frozenset([*PACKAGES, "examples", SHARED])
 CASES, CASES_OF_SHARED = 2, 8  # of each test function
+CASES_OF_COMPILING = 8  # all of them take 13 minutes of a core
 # What `changed_files` raises where git cannot tell.
 UNKNOWN = (LookupError, OSError, ValueError, subprocess.CalledProcessError)
 
@@ -35,7 +36,17 @@ def sample_of(package: str) -> list[str]:
     if (taken := cases(package, changed())) is None:
         return []
     stages.note(f"{package} itself did not change lately: {taken} cases of each test")
-    return ["-p", "ci.sampling", "--cases-per-test", str(taken), "--sample-seed", seed()]
+    return _sampled(taken)
+
+
+def sample_of_compiling() -> list[str]:
+    """Return pytest's options that sample the tests that compile, and note it."""
+    stages.note(f"{CASES_OF_COMPILING} cases of each test")
+    return _sampled(CASES_OF_COMPILING)
+
+
+def _sampled(cases: int) -> list[str]:
+    return ["-p", "ci.sampling", "--cases-per-test", str(cases), "--sample-seed", seed()]
 
 
 def changed(root: Path = ROOT, base: str | None = None) -> frozenset[str]:
