@@ -15,8 +15,10 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ struct ParameterBytes<void (*)(Parameters...)> {{
 static_assert(ParameterBytes<decltype(&{name})>::count() == {bytes},
               "the host's compiler counts other bytes of parameters");
 """
+_UNFINISHED, _LONG_AGO_S = ".kernel-", 3600
 _MANY = (10, 50, 200)  # a line when a process has compiled as many
 
 
@@ -181,7 +184,7 @@ def _headers(source: Path) -> tuple[list[Path], bytes]:
 
 def compiled(
     compiler: Nvrtc, kernel: Kernel, architecture: str, op_folders: dict[str, Path]
-) -> tuple[Path, str, bytes]:
+) -> tuple[str, str, bytes]:
     """A kernel for an architecture, from the cache or compiled.
 
     Args:
@@ -191,7 +194,7 @@ def compiled(
         op_folders: of each op that the library has, by name.
 
     Returns:
-        Its file in the cache, where it may not lie; its symbol; and the machine code, or PTX.
+        Its name in the cache, where it may not lie; its symbol; and the machine code, or PTX.
 
     Raises:
         BuildError: it does not compile.
@@ -199,22 +202,24 @@ def compiled(
     unit, name = kernel.unit.decode(), expression(kernel.name.decode())
     state = hashlib.sha256(_headers(_source_of(unit, op_folders))[1])
     state.update(repr((OPTIONS, name, kernel.parameter_bytes)).encode())
-    folder = jit.cache_folder() / f"nvrtc-{compiler}-{architecture}"
-    file = folder / f"{unit}-{state.hexdigest()[:32]}.kernel"
+    kind = f"nvrtc-{compiler}-{architecture}"
+    key = f"{kind}/{unit}-{state.hexdigest()[:32]}.kernel"
     with _lock:
-        kept = _kept(file)
+        root = _cache()
+        kept = root and _kept(root / key)
         if kept is None:
             if jit.is_forbidden():
                 raise BuildError(
                     f"APEX_JIT=0 forbids compiling {name} for {architecture}, and it is not in the "
-                    f"cache {folder.parent}. Unset APEX_JIT, or fill the cache before: "
+                    f"cache {root}. Unset APEX_JIT, or fill the cache before: "
                     f"`python -m apex.<package> --compile {architecture}`."
                 )
-            _say(folder)
+            _say(kind, root)
             name, text, options = program(kernel, op_folders, architecture)
             kept = compiler.compile(text, name, options)
-            _keep(file, *kept)
-    return (file, *kept)
+            if root:
+                _keep(root / key, *kept)
+    return (key, *kept)
 
 
 _lock = threading.RLock()
@@ -230,28 +235,35 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _say(folder: Path) -> None:
+def _say(kind: str, root: Path | None) -> None:
     global _count
     _count += 1
     if _count == 1:
-        logger.warning(
-            "apex: compiling GPU kernels by %s at their first calls, 0.1 to 2 s each; they are "
-            "kept in %s.",
-            folder.name,
-            folder.parent,
+        where = f"kept in {root}" if root else "not kept"
+        text = (
+            "apex: compiling GPU kernels by %s at their first calls, 0.1 to 2 s each; they are %s."
         )
+        logger.warning(text, kind, where)
     elif _count in _MANY:
         logger.warning("apex: %d GPU kernels were compiled by this process.", _count)
+
+
+def _cache() -> Path | None:
+    """The cache's folder, which need not be there; None where there can be none that is trusted."""
+    try:
+        root = jit.cache_folder()
+        trust.check_above(root)
+        if root.exists():
+            trust.check_trusted(root)
+    except (OSError, BuildError) as error:
+        _warn(error)
+        return None
+    return root
 
 
 def _kept(file: Path) -> tuple[str, bytes] | None:
     """Symbol and code of a kernel in the cache; None if it is not there, damaged or not trusted."""
     try:
-        root = file.parent.parent
-        if not root.exists():
-            return None
-        trust.check_above(root)
-        trust.check_trusted(root)
         checked = trust.open_checked(file)
     except (OSError, BuildError) as error:
         _warn(error)
@@ -270,7 +282,10 @@ def _keep(file: Path, symbol: str, image: bytes) -> None:
     try:
         trust.make_trusted(folder.parent)
         trust.make_private_folder(folder)
-        with tempfile.TemporaryDirectory(prefix=".kernel-", dir=folder) as work:
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            if time.time() - left.stat().st_mtime > _LONG_AGO_S:  # its process was killed
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=folder) as work:
             written = Path(work, "kernel")
             written.write_bytes(symbol.encode() + b"\0" + image)
             written.chmod(trust.PRIVATE)
@@ -289,9 +304,9 @@ def _warn(error: Exception) -> None:
     if text not in _unusable:
         _unusable.add(text)
         logger.warning(
-            "apex: compiled GPU kernels cannot be kept, so each process compiles them anew: %s "
+            "apex: compiled GPU kernels cannot be kept, so each process compiles them anew: %s. "
             "APEX_CACHE_DIR names another folder.",
-            text,
+            text.removesuffix("."),
         )
 
 
@@ -325,7 +340,7 @@ def _source_of(unit: str, op_folders: dict[str, Path]) -> Path:
 
 
 _connections: list[Any] = []  # what C++ calls must not be collected
-_loaded: dict[Path, int] = {}
+_loaded: dict[str, int] = {}
 driver = functools.cache(Driver)  # started at the first launch: an image is made without one
 
 
@@ -360,8 +375,8 @@ def _load(kernel: Kernel, device: int, op_folders: dict[str, Path]) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = nvrtc().architecture_for(10 * major + minor)
     with _lock:
-        file, symbol, image = compiled(nvrtc(), kernel, architecture, op_folders)
-        if file not in _loaded:
+        key, symbol, image = compiled(nvrtc(), kernel, architecture, op_folders)
+        if key not in _loaded:
             driver().enter(device)
-            _loaded[file] = driver().load(symbol, image)
-        return _loaded[file]
+            _loaded[key] = driver().load(symbol, image)
+        return _loaded[key]

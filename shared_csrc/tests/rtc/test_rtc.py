@@ -245,16 +245,24 @@ def test_headers_are_a_part_of_its_name(cache, open_drawn, fakes, monkeypatch, t
         assert fakes[0].fake_compilations() - compilations == expected
 
 
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
 def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("how", ["a file is there", "full", "writable for all"])
+@pytest.mark.parametrize("how", ["a file is there", "full", "writable for all", "no home"])
 def test_kernels_run_where_none_can_be_kept(cache, open_drawn, monkeypatch, caplog, how):
     if how == "a file is there":
         cache.write_text("")
     elif how == "full":
         monkeypatch.setattr(os, "replace", no_space)
+    elif how == "no home":
+        for name in ("APEX_CACHE_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Path, "home", no_home)
     else:
         cache.mkdir()
         cache.chmod(0o777)
@@ -265,6 +273,19 @@ def test_kernels_run_where_none_can_be_kept(cache, open_drawn, monkeypatch, capl
     assert told[0].startswith("apex: compiled GPU kernels cannot be kept, so each process compiles")
     assert len(told) == len(set(told)) <= 2
     assert list(cache.rglob("*.kernel")) == []
+
+
+def test_what_a_killed_process_left_is_removed_later(cache, open_drawn):
+    draw(open_drawn())
+    (kind,) = cache.iterdir()
+    for name, age in ((".kernel-old", 7200), (".kernel-new", 60)):
+        (kind / name).mkdir()
+        os.utime(kind / name, (time.time() - age,) * 2)
+    draw(open_drawn(), 2)
+    assert (kind / ".kernel-old").exists()  # of another kind of card
+    next(kind.glob("*.kernel")).unlink()
+    draw(open_drawn())
+    assert [path.name for path in kind.glob(".kernel-*")] == [".kernel-new"]
 
 
 def test_one_line_for_the_first_and_counts_for_many(cache, open_drawn, monkeypatch, caplog):
