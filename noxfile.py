@@ -255,10 +255,11 @@ def matrix(session, torch):
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
     # All of it ran on one torch in `tests`. Here a case or two of every test function run on the
     # oldest and the newest torch, and between them, by turns, one case of every other function.
+    # In .ci/run, the oldest and the newest have half of the functions each, too, by lot.
     cases = "1" if SAMPLES or is_between else "2"
     sample = ["-p", "ci.sampling", "--cases-per-test", cases]
-    if is_between:
-        sample += ["--share", f"{between.index(run) % 2 + 1}/2"]
+    if SAMPLES or is_between:
+        sample += ["--share", workspace.share(run, between, dirty.seed())]
     stages.note(" ".join(sample[2:]))
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
     discard(session)
@@ -380,7 +381,7 @@ def compile_for_arm64(session, ops, *, alone):
         "APEX_TEST_RUNNER": " ".join(QEMU),
     }
     names = ("engines", "exp", "fold", "halves", "pairs", "segment_sum")
-    tests = [f"shared_csrc/tests/test_{name}.py" for name in names]
+    tests = [f"shared_csrc/tests/test_{name}.py" for name in cover.some(names, 2)]
     own = "not sanitized and not emulated and not compilers"  # not for this machine
     session.run("python", "-m", "pytest", "-q", *PARALLEL, "-k", own, *tests, env=environment)
 

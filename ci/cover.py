@@ -47,6 +47,15 @@ def sampled_ops() -> list[str]:
     return chosen
 
 
+def some(names: tuple[str, ...], count: int) -> list[str]:
+    """Return as many of the names as CI takes, drawn at each commit; all where it takes all."""
+    if not os.environ.get("APEX_CI_SAMPLE"):
+        return list(names)
+    chosen = random.Random(f"some {dirty.seed()}").sample(names, count)
+    stages.note(f"tests of {', '.join(chosen)} alone, drawn from {len(names)}")
+    return chosen
+
+
 @functools.cache
 def op_folders() -> dict[str, Path]:
     return {

@@ -9,8 +9,8 @@ ci/accepted_kernels.toml names it.
 
 With APEX_CI_SAMPLE, every op is compiled for CUDA's `evidence`, and the ops of ci/cover.py's sample
 for one of the other architectures, drawn by lot at each commit: the emulated GPU runs all kernels,
-and most faults show on any architecture. Of the other ops only the kernels are compiled, without
-the host's half, which takes as long and which g++ and the emulated GPU compile too.
+and most faults show on any architecture. Of all but two ops, drawn too, only the kernels are
+compiled, without the host's half, which takes as long and which g++ compiles for the wheels.
 """
 
 import json
@@ -33,6 +33,7 @@ from native.targets import Target  # noqa: E402
 
 from ci import costs, cover, dirty, ptxas, sass  # noqa: E402
 from ci.workspace import MATRIX, leading_ops, tomllib  # noqa: E402
+from ci.workspace import ops as workspace_ops  # noqa: E402
 
 # Torch's and the toolkits' own headers are compiled with -isystem, so what is left is ours.
 WARNING = re.compile(r"\bwarning\b", re.IGNORECASE)
@@ -43,6 +44,9 @@ GPU_HEADER = ROOT / "shared_csrc" / "include" / "apex" / "core" / "gpu.h"
 OUTPUT = ROOT / ".nox" / "kernels"
 MACHINE_CODE = OUTPUT / "cuda" / "costs.json"  # what ci/costs.py writes to its table
 EVIDENCE_ARCH = MATRIX["cuda"]["evidence"]
+# A package, architectures, and whether kernels are compiled without the host's half.
+Group = tuple[str, tuple[str, ...], bool]
+WITH_HOST = 2  # ops that nvcc compiles whole where CI samples
 
 
 def main(backend: str, *words: str) -> None:
@@ -51,19 +55,16 @@ def main(backend: str, *words: str) -> None:
     shows_evidence = backend == "cuda" and EVIDENCE_ARCH in archs
     if shows_evidence:
         os.environ.update(ptxas.VERBOSE)
-    ops, sampled = {}, sample(wanted)
-    for package in sorted((ROOT / "packages").iterdir()):
-        for op in chosen(find_ops(package / "src"), wanted):
-            ops.setdefault((package.name, archs_of(op, archs, sampled)), []).append(op)
+    ops = grouped(backend, archs, wanted)
 
-    def folder_of(package: str, some: tuple[str, ...]) -> Path:
-        return OUTPUT / backend / (package if some == archs else "-".join([package, *some]))
+    def folder_of(package: str, some: tuple[str, ...], halved: bool) -> Path:
+        parts = [package, *(() if some == archs else some), *(["device"] if halved else [])]
+        return OUTPUT / backend / "-".join(parts)
 
-    def compile_together(group: tuple[str, tuple[str, ...]]) -> list[str]:
-        package, some = group
+    def compile_together(group: Group) -> list[str]:
+        package, some, halved = group
         start = time.monotonic()
-        whole = sampled is None or backend != "cuda" or len(some) > 1
-        compile_group = compile_ops if whole else compile_device_code
+        compile_group = compile_device_code if halved else compile_ops
         try:
             target = Target(backend, archs=some)
             failures = compile_group(ops[group], target, folder_of(*group), package)
@@ -88,11 +89,30 @@ def main(backend: str, *words: str) -> None:
         sys.exit("\n".join(["", *failures]))
 
 
+def grouped(backend: str, archs: tuple[str, ...], wanted: list[str]) -> dict[Group, list[Op]]:
+    """Return the ops by package, by what they are compiled for, and whether for that alone."""
+    ops, sampled = {}, sample(wanted)
+    halved = without_host(sampled) if backend == "cuda" else set()
+    for package in sorted((ROOT / "packages").iterdir()):
+        for op in chosen(find_ops(package / "src"), wanted):
+            group = package.name, archs_of(op, archs, sampled), op.name in halved
+            ops.setdefault(group, []).append(op)
+    return ops
+
+
 def sample(wanted: list[str]) -> set[str] | None:
     """Return which ops are compiled for an architecture beside CUDA's evidence; None: for all."""
     if not os.environ.get("APEX_CI_SAMPLE"):
         return None
     return set(wanted or cover.sampled_ops())
+
+
+def without_host(sampled: set[str] | None, seed: str | None = None) -> set[str]:
+    """Return the ops of which kernels alone are compiled: where CI samples, all but some."""
+    if sampled is None:
+        return set()
+    lot = random.Random(f"host {seed or dirty.seed()}")
+    return set(workspace_ops()) - set(lot.sample(sorted(sampled), min(WITH_HOST, len(sampled))))
 
 
 def archs_of(
@@ -132,15 +152,16 @@ def compile_ops(ops: list[Op], target: Target, folder: Path, package: str) -> li
 
 
 def compile_device_code(ops: list[Op], target: Target, folder: Path, package: str) -> list[str]:
-    """Compile the kernels of a package's ops for one GPU; return the compiler's warnings."""
+    """Compile the kernels of a package's ops without their host code; return warnings."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def said(unit: tuple[Op, str, Path]) -> str:
         op, name, source = unit
         flags = toolchain.compile_flags(target, toolchain.newest_ptx(source))
-        flags += [*toolchain.include_flags(target), f"-I{op.folder}", "-cubin"]
+        flags += [*toolchain.include_flags(target), f"-I{op.folder}"]
+        flags += ["-fatbin", "--no-compress"]
         command = [*toolchain.compiler_for("cuda"), *flags, str(source)]
-        command += ["-o", str(folder / f"{name}.cubin")]
+        command += ["-o", str(folder / f"{name}.fatbin")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{package}: compiling {name} (cuda) failed.\n{done.stderr[:3000]}")
@@ -159,14 +180,14 @@ def compile_device_code(ops: list[Op], target: Target, folder: Path, package: st
 
 def has_kernels(compiled: Path) -> bool:
     """Tell whether what nvcc wrote has kernels; ops that call a BLAS library have none."""
-    mark = b".text._Z" if compiled.suffix == ".cubin" else b"__cudaRegisterFunction"
+    mark = b".text._Z" if compiled.suffix == ".fatbin" else b"__cudaRegisterFunction"
     return mark in compiled.read_bytes()
 
 
 def compiled_unit(folder: Path, unit: str) -> Path:
-    """Return a unit's object, or its machine code where the kernels alone were compiled."""
+    """Return a unit's object, or what there is where its kernels alone were compiled."""
     whole = folder / f"{unit}.cuda.o"
-    return whole if whole.is_file() else folder / f"{unit}.cubin"
+    return whole if whole.is_file() else folder / f"{unit}.fatbin"
 
 
 def units_of(ops: list[Op]) -> list[tuple[Op, str]]:

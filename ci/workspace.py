@@ -222,6 +222,17 @@ def drawn_run(between: list[tuple[str, str]], seed: str) -> tuple[str, str]:
     return random.Random(seed).choice(between)
 
 
+def share(run: tuple[str, str], between: list[tuple[str, str]], seed: str) -> str:
+    """Return which half of the test functions a run of the matrix has, as ci/sampling.py takes it.
+
+    The oldest and the newest torch, which are not between others, have different halves.
+    """
+    if run in between:
+        return f"{between.index(run) % 2 + 1}/2"
+    is_newest = run[1] == MATRIX["torch"]["versions"][-1]
+    return f"{(random.Random(seed).randrange(2) + is_newest) % 2 + 1}/2"
+
+
 def local_wheels() -> dict[str, str]:
     """Return what shows uv the local wheels that pip is shown."""
     links = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())

@@ -18,7 +18,12 @@ def headers():
 def test_every_header_but_those_that_nobody_includes_is_known(headers):
     known = {p.relative_to(cover.INCLUDE).as_posix() for found in headers.values() for p in found}
     there = {p.relative_to(cover.INCLUDE).as_posix() for p in cover.INCLUDE.rglob("*.h")}
-    assert there - known == {"apex/compat/thrust/complex.h"}  # found by hipcc's own headers
+    # Found by hipcc's own headers; named on command lines, see shared_csrc/README.md.
+    assert there - known == {
+        "apex/compat/thrust/complex.h",
+        "apex/rtc/host.h",
+        "apex/rtc/standard.h",
+    }
 
 
 @pytest.mark.parametrize("seed", SEEDS[:5])
@@ -53,3 +58,17 @@ def test_a_file_beside_an_op_is_not_the_ops():
     chosen = {seed: cover.sample([beside], seed) for seed in SEEDS}
     assert any("focal_loss" not in ops for ops in chosen.values())
     assert (ROOT / OP).is_file()
+
+
+def test_some_of_the_names_where_ci_samples(monkeypatch):
+    names = ("engines", "exp", "fold", "halves")
+    monkeypatch.delenv("APEX_CI_SAMPLE", raising=False)
+    assert cover.some(names, 2) == list(names)
+    monkeypatch.setenv("APEX_CI_SAMPLE", "1")
+    drawn = set()
+    for seed in SEEDS:
+        monkeypatch.setattr(cover.dirty, "seed", lambda seed=seed: seed)
+        chosen = cover.some(names, 2)
+        assert len(set(chosen)) == 2
+        drawn |= set(chosen)
+    assert drawn == set(names)

@@ -178,7 +178,7 @@ NVCC = """#!/bin/sh
 for word; do last=$word; done  # -o and the file that is written
 printf 'ELF .text._Z7kernel' >"$last"
 case "$*" in *broken*) echo "broken.cpp(3): error: expected a ;" >&2; exit 1;; esac
-case "$*" in *"-cubin"*) cat '{log}' >&2;; esac
+case "$*" in *"-fatbin --no-compress"*) cat '{log}' >&2;; esac
 echo "op.h(9): warning #177-D: variable was declared but never referenced" >&2
 """
 
@@ -209,7 +209,7 @@ def test_kernels_alone_give_the_same_figures(device_code, tmp_path):
     kept = json.loads((tmp_path / "built" / "resources.json").read_text())
     assert kept["multi_tensor_scale"] == ptxas.of_ops(LOG, "sm_90")["multi_tensor_scale"]
     compiled = kernels.compiled_unit(tmp_path / "built", "multi_tensor_scale")
-    assert compiled.suffix == ".cubin"
+    assert compiled.suffix == ".fatbin"
     assert kernels.has_kernels(compiled)
     compiled.write_bytes(b"ELF .nv.info")
     assert not kernels.has_kernels(compiled)
@@ -228,6 +228,18 @@ def test_every_source_of_an_op_is_a_unit(tmp_path):
 
 
 ARCHS = ("sm_80", kernels.EVIDENCE_ARCH, "sm_100", "sm_120")
+
+
+def test_nvcc_compiles_two_ops_whole_where_ci_samples():
+    assert kernels.without_host(None) == set()
+    sampled = {"fused_adam", "xentropy", "focal_loss", "syncbn"}
+    everything, whole = set(kernels.workspace_ops()), set()
+    for commit in range(30):
+        halved = kernels.without_host(sampled, seed=str(commit))
+        assert len(everything - halved) == kernels.WITH_HOST
+        whole |= everything - halved
+    assert whole == sampled
+    assert kernels.without_host({"syncbn"}, seed="a") == everything - {"syncbn"}
 
 
 def test_all_architectures_unless_ci_samples(monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ci.workspace import MATRIX, drawn_run, matrix_runs, runs_between
+from ci.workspace import MATRIX, drawn_run, matrix_runs, runs_between, share
 
 TORCHES = MATRIX["torch"]["versions"]
 
@@ -31,3 +31,12 @@ def test_one_of_those_between_is_drawn_and_each_at_some_commit():
     draws = [drawn_run(between, f"commit {i}") for i in range(100)]
     assert set(draws) == set(between)
     assert drawn_run(between, "commit 7") == draws[7]
+
+
+def test_the_oldest_and_the_newest_torch_share_all_functions():
+    runs = matrix_runs("3.11", lambda python: True)
+    between = runs_between(runs, "3.11")
+    oldest, newest = [run for run in runs if run not in between]
+    halves = [(share(oldest, between, str(i)), share(newest, between, str(i))) for i in range(40)]
+    assert set(halves) == {("1/2", "2/2"), ("2/2", "1/2")}
+    assert {share(run, between, "any") for run in between} == {"1/2", "2/2"}
