@@ -47,13 +47,14 @@ struct FoldKernel<K, F, N, std::index_sequence<I...>, Columns...> {
 
 template <int K, class Prepared, int N, class F, class... Columns>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_fold_chunks(ForeachBatch<sizeof...(Columns), kFoldChunk> batch, double* partials,
-                        F functor) {
+    foreach_fold_chunks(ForeachBatch<sizeof...(Columns), kFoldChunk> batch,
+                        Partials<kFoldChunk> partials, F functor) {
   using Own = decltype(of_tensor(prepared(functor), 0));
   using Kernel = FoldKernel<K, Own, N, std::index_sequence_for<Columns...>, Columns...>;
   // One thread prepares: bias corrections take a pow() in double, slow on most GPUs.
   APEX_SHARED(RawStorage<Prepared>, shared);
   if (skipped(functor)) return;  // the same for all threads: nobody waits at the barrier
+  partials.locate(batch);
   if (threadIdx.x == 0) *reinterpret_cast<Prepared*>(shared.bytes) = prepared(functor);
   __syncthreads();
   const Prepared plain = *reinterpret_cast<const Prepared*>(shared.bytes);
@@ -66,19 +67,18 @@ __global__ void __launch_bounds__(kForeachThreads)
               begin, end, sums);
   for (int k = 0; k < K; ++k) {
     double sum = reduce_row(sums[k], FoldTerms<Own>{});
-    if (threadIdx.x == 0) partials[static_cast<int64_t>(blockIdx.x) * K + k] = sum;
+    if (threadIdx.x == 0) partials.of_block(batch)[k] = sum;
   }
 }
 
 // One block per tensor.
-template <int K, class Own, class F, class Batch>
+template <int K, class Own, class F>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_fold_tensors(Batch batch, const double* partials, double* sums, F functor) {
+    foreach_fold_tensors(Partials<kFoldChunk> partials, double* sums, F functor) {
   if (skipped(functor)) return;
-  const int tensor = blockIdx.x;
   for (int k = 0; k < K; ++k) {
-    double sum = combine_partials(batch, tensor, partials + k, K, FoldTerms<Own>{});
-    if (threadIdx.x == 0) sums[(batch.first_tensor + tensor) * K + k] = sum;
+    double sum = partials.combined(blockIdx.x, k, FoldTerms<Own>{});
+    if (threadIdx.x == 0) sums[static_cast<int64_t>(blockIdx.x) * K + k] = sum;
   }
 }
 
@@ -88,19 +88,17 @@ void foreach_fold(const Context& context, const TensorTable& table, const F& fun
   using Prepared = decltype(prepared(functor));
   using Own = decltype(of_tensor(prepared(functor), 0));
   constexpr int N = pack_size<typename Columns::storage...>();
-  for_each_batch<sizeof...(Columns), kFoldChunk>(table, [&](const auto& batch, int64_t blocks) {
-    double* partials = static_cast<double*>(context.workspace((blocks * K + 1) * sizeof(double)));
-    if (blocks > 0) {
-      launch<foreach_fold_chunks<K, Prepared, N, F, Columns...>>(
-          dim3(static_cast<unsigned>(blocks)), dim3(kForeachThreads), 0, context.stream(), batch,
-          partials, functor);
-      context.check_launch("foreach_fold_chunks");
-    }
-    launch<foreach_fold_tensors<K, Own, F, ForeachBatch<sizeof...(Columns), kFoldChunk>>>(
-        dim3(batch.tensors), dim3(kForeachThreads), 0, context.stream(), batch, partials, sums,
-        functor);
-    context.check_launch("foreach_fold_tensors");
+  Partials<kFoldChunk> partials(context, table, K);
+  for_each_batch<sizeof...(Columns), kFoldChunk>(table, [&](const auto& batch) {
+    launch<foreach_fold_chunks<K, Prepared, N, F, Columns...>>(
+        blocks_of(batch), dim3(kForeachThreads), 0, context.stream(), batch, partials, functor);
+    context.check_launch("foreach_fold_chunks");
   });
+  if (table.tensors() == 0) return;
+  launch<foreach_fold_tensors<K, Own, F>>(dim3(static_cast<unsigned>(table.tensors())),
+                                          dim3(kForeachThreads), 0, context.stream(), partials,
+                                          sums, functor);
+  context.check_launch("foreach_fold_tensors");
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -176,14 +176,12 @@ template <class... Columns, class Context, class F>
 void foreach(const Context& context, const TensorTable& table, const F& functor) {
   using Prepared = decltype(prepared(functor));
   constexpr int N = pack_size<typename Columns::storage...>();
-  for_each_batch<sizeof...(Columns), foreach_elements(N)>(
-      table, [&](const auto& batch, int64_t blocks) {
-        if (blocks == 0) return;  // tensors without elements
-        launch<foreach_kernel<Prepared, N, F, Columns...>>(dim3(static_cast<unsigned>(blocks)),
-                                                           dim3(kForeachThreads), 0,
-                                                           context.stream(), batch, functor);
-        context.check_launch("foreach");
-      });
+  for_each_batch<sizeof...(Columns), foreach_elements(N)>(table, [&](const auto& batch) {
+    if (batch.blocks == 0) return;  // tensors without elements
+    launch<foreach_kernel<Prepared, N, F, Columns...>>(blocks_of(batch), dim3(kForeachThreads), 0,
+                                                       context.stream(), batch, functor);
+    context.check_launch("foreach");
+  });
 }
 
 }  // namespace APEX_BACKEND_NS

@@ -51,22 +51,23 @@ APEX_DEVICE double reduce_chunk(const F& functor, const S* data, int64_t begin, 
 
 template <class F, class S>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_chunks(ForeachBatch<1, kReduceChunk> batch, double* partials, F functor) {
+    foreach_reduce_chunks(ForeachBatch<1, kReduceChunk> batch, Partials<kReduceChunk> partials,
+                          F functor) {
+  partials.locate(batch);
   const int tensor = batch.tensor_of_block();
   int64_t begin = batch.begin_of_block(tensor);
   int64_t end = min(begin + kReduceChunk, batch.numel[tensor]);
   double partial = reduce_chunk(functor, static_cast<const S*>(batch.data[tensor][0]), begin, end);
-  if (threadIdx.x == 0) partials[blockIdx.x] = partial;
+  if (threadIdx.x == 0) *partials.of_block(batch) = partial;
 }
 
 // One block per tensor.
 template <class F>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_tensors(ForeachBatch<1, kReduceChunk> batch, const double* partials,
-                           double* combined, F functor) {
-  double result = combine_partials(batch, blockIdx.x, partials, 1, Combine<F>{});
+    foreach_reduce_tensors(Partials<kReduceChunk> partials, double* combined, F functor) {
+  double result = partials.combined(blockIdx.x, 0, Combine<F>{});
   if (threadIdx.x != 0) return;
-  combined[batch.first_tensor + blockIdx.x] = result;
+  combined[blockIdx.x] = result;
   if constexpr (requires { functor.flag; }) {
     if (functor.flag != nullptr && !is_finite(result)) *functor.flag = 1;
   }
@@ -90,18 +91,17 @@ void foreach_reduce(const Context& context, const TensorTable& table, const F& f
                     R* per_tensor, R* total) {
   int64_t tensors = table.tensors();
   double* combined = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
-  for_each_batch<1, kReduceChunk>(table, [&](const auto& batch, int64_t blocks) {
-    double* partials = static_cast<double*>(context.workspace((blocks + 1) * sizeof(double)));
-    if (blocks > 0) {
-      launch<foreach_reduce_chunks<F, S>>(dim3(static_cast<unsigned>(blocks)),
-                                          dim3(kForeachThreads), 0, context.stream(), batch,
-                                          partials, functor);
-      context.check_launch("foreach_reduce_chunks");
-    }
-    launch<foreach_reduce_tensors<F>>(dim3(batch.tensors), dim3(kForeachThreads), 0,
-                                      context.stream(), batch, partials, combined, functor);
-    context.check_launch("foreach_reduce_tensors");
+  Partials<kReduceChunk> partials(context, table, 1);
+  for_each_batch<1, kReduceChunk>(table, [&](const auto& batch) {
+    launch<foreach_reduce_chunks<F, S>>(blocks_of(batch), dim3(kForeachThreads), 0,
+                                        context.stream(), batch, partials, functor);
+    context.check_launch("foreach_reduce_chunks");
   });
+  if (tensors > 0) {
+    launch<foreach_reduce_tensors<F>>(dim3(static_cast<unsigned>(tensors)), dim3(kForeachThreads),
+                                      0, context.stream(), partials, combined, functor);
+    context.check_launch("foreach_reduce_tensors");
+  }
   launch<foreach_reduce_total<F, R>>(dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
                                      combined, per_tensor, total, functor);
   context.check_launch("foreach_reduce_total");
