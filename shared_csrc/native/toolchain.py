@@ -325,7 +325,7 @@ def link_flags(target: Target) -> list[str]:
     if target.backend == "emu":
         return [*flags, *(f"-Wl,--wrap={name}" for name in _WRAPPED), "-ltorch_cpu", "-ldl"]
     if target.backend == RTC:
-        return [*flags, "-Wl,--gc-sections", "-ltorch_cpu", "-L.", "-ltorch_cuda"]
+        return [*flags, "-Wl,--gc-sections", "-ltorch_cpu", "-L.", "-ltorch_cuda", "-ldl"]
     stub = {"cuda": "torch_cuda", "hip": "torch_hip"}[target.backend]
     if target.backend == "cuda":
         # No kernel calls another file's: linking them would only write this machine's paths down.

@@ -20,6 +20,15 @@
 
 #include "apex/core/config.h"
 
+// glibc 2.34 moved these functions from libdl to libc; wheels load on older ones, too.
+#if defined(APEX_RTC_HOST) && defined(__x86_64__)
+__asm__(".symver dlopen,dlopen@GLIBC_2.2.5");
+__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#elif defined(APEX_RTC_HOST) && defined(__aarch64__)
+__asm__(".symver dlopen,dlopen@GLIBC_2.17");
+__asm__(".symver dlsym,dlsym@GLIBC_2.17");
+#endif
+
 namespace apex::blaslt {
 inline namespace APEX_BACKEND_NS {
 
