@@ -57,7 +57,8 @@ def page() -> str:
 - **Systems**: Linux on x86-64 and arm64, with glibc 2.28 or later, as torch itself.
 - **C++ compilers**, where kernels are compiled at their first use: {_compilers()} or later.
 - **NVIDIA GPUs**: CI compiles every op for {", ".join(MATRIX["cuda"]["archs"])}, with the toolkit
-  {MATRIX["cuda"]["toolkit"]}. **AMD GPUs**: for {", ".join(MATRIX["hip"]["archs"])}. What has been
+  {MATRIX["cuda"]["toolkit"]}, and every kernel by NVRTC {_nvrtcs()}, the oldest and the newest that
+  a supported torch brings. **AMD GPUs**: for {", ".join(MATRIX["hip"]["archs"])}. What has been
   run on real cards stands [here](index.md#what-runs-where).
 
 ## What you can rely on
@@ -67,6 +68,10 @@ release of a package, and the release before announces it. A new torch is tested
 workflow looks for it and opens a pull request with the tests' results. Pythons are those that the
 newest torch supports, and {MATRIX["pythons"][0]} as long as a supported torch has it.
 """
+
+
+def _nvrtcs() -> str:
+    return " and ".join(r.partition("==")[2].removesuffix(".*") for r in MATRIX["cuda"]["nvrtc"])
 
 
 def _compilers() -> str:
