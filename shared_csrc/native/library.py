@@ -154,8 +154,8 @@ class OpLibrary:
             lines = [str(error), *([said] if said else []), self.doctor]
             raise BuildError("\n".join(lines)) from error.__cause__
 
-    def _open(self, path: Path) -> ctypes.CDLL:
-        """Load a library, which registers its kernels; and connect it where they are compiled."""
+    def _open(self, path: Path) -> str:
+        """Load a library, which registers its kernels; return the loader's name of it."""
         from .targets import is_emulating
         from .toolchain import RTC
 
@@ -164,13 +164,12 @@ class OpLibrary:
             # The emulator's reports name kernels by the library's file, so it keeps its name.
             if getattr(path, "descriptor", None) is None or is_emulating():
                 torch.ops.load_library(str(path))
-                library = ctypes.CDLL(str(path))
             else:
                 # torch would look the path up again, and load what lies there by then. The loader
                 # knows libraries by name, and numbers of files come again: dots make names unlike.
                 dots = "/." * len(torch.ops.loaded_libraries)
                 name = path.loadable.replace("/proc/self", f"/proc/self{dots}", 1)
-                library = ctypes.CDLL(name)
+                ctypes.CDLL(name)
                 torch.ops.loaded_libraries.add(str(path))
         except OSError as error:
             from .fitting import remedy_for
@@ -181,11 +180,12 @@ class OpLibrary:
             raise BuildError(
                 f"{self.package}: cannot load {path}: {reason}. {remedy}. {self.doctor}"
             ) from error
-        if path.stem == RTC:
+        name = name or str(path)
+        if path.stem == RTC:  # what its kernels are compiled by
             from . import rtc
 
-            rtc.connect(library, self.op_folders)
-        return library
+            rtc.connect(ctypes.CDLL(name), self.op_folders)
+        return name
 
     def open_for_rtc(self) -> Iterator[ctypes.CDLL]:
         """The libraries whose GPU kernels NVRTC compiles: the wheel's, else one built for each op.
@@ -205,7 +205,7 @@ class OpLibrary:
                 files = [jit.build_op(self.op_in(folder), target, package=self.package)]
             if files[0] not in opened:
                 opened.add(files[0])
-                yield self._open(files[0])
+                yield ctypes.CDLL(self._open(files[0]))
 
     def find_prebuilt(self, op: Op, device_type: str) -> Path | None:
         """The wheel's own library with this op for this device, or None."""
