@@ -106,11 +106,15 @@ def memory(launch: Launch, least: int = 1) -> set[str]:
 
 
 def of_rows(launch: Launch) -> set[str]:
-    rows, _, staged = launch.numbers[:3]
-    threads, at_once = launch.block[:2]
-    way = "several rows a block" if at_once > 1 else f"a row a block of {threads}"
-    found = memory(launch, rows) | {way}
-    return found | ({"staged"} if staged else set())
+    rows, _ = launch.numbers[:2]
+    way = "several rows a block" if launch.block[1] > 1 else "a row a block"
+    return memory(launch, rows) | {way}
+
+
+def of_rows_and_columns(launch: Launch) -> set[str]:
+    rows, _ = launch.numbers[:2]
+    stays = rows > launch.grid[0] * launch.block[1]
+    return of_rows(launch) | ({"several rows a thread"} if stays else set())
 
 
 def of_columns(launch: Launch) -> set[str]:
@@ -157,7 +161,11 @@ COLUMNS = {"one split", "several splits", "several tiles of columns", "four rows
 KERNELS = {
     "rowwise_kernel": (
         of_rows,
-        MEMORY | {"several rows a block", "a row a block of 128", "a row a block of 256"},
+        MEMORY | {"several rows a block", "a row a block"},
+    ),
+    "rowwise_columns": (
+        of_rows_and_columns,
+        {"packs", "several rows a block", "a row a block", "several rows a thread"},
     ),
     "colwise_tiles": (of_columns, COLUMNS),
     "sample_tiles": (of_columns, COLUMNS),

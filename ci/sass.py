@@ -24,13 +24,15 @@ PACKED_KERNELS = {
     "foreach_kernel": ("loads", "stores"),
     "foreach_reduce_chunks": ("loads",),  # what it stores is one sum a block
     "rowwise_kernel": ("loads", "stores"),
+    "rowwise_columns": ("loads", "stores"),
     "segment_heads": ("loads",),  # sums of float32, which lie as they come
     "segment_sums": ("loads", "stores"),
 }
 
 
-# Kernels whose threads load once and end: what they load on the way of whole packs counts.
-STRAIGHT_KERNELS = ("foreach_kernel<",)
+# Kernels whose threads load once, and rows that are kept: what they load on the way of whole packs
+# counts.
+STRAIGHT_KERNELS = re.compile(r"foreach_kernel<|rowwise_columns<|rowwise_kernel<.*, true>$")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def hot_loop(kernel: str, code: str) -> HotLoop | None:
     """Walk through a kernel's hot loop once; None if it loads nothing."""
     instructions = [(int(place, 16), text) for place, text in _INSTRUCTION.findall(code)]
     # Straight code has narrow loads on the way of tails, which is not taken.
-    least_bytes = 16 if kernel.startswith(STRAIGHT_KERNELS) else 1
+    least_bytes = 16 if STRAIGHT_KERNELS.match(kernel) else 1
     walked = [
         walk([text for place, text in instructions if first <= place <= last], least_bytes)
         for first, last in _hot_places(kernel, instructions)
@@ -112,7 +114,7 @@ def hot_loop(kernel: str, code: str) -> HotLoop | None:
 def _hot_places(kernel: str, instructions: list[tuple[int, str]]) -> list[tuple[int, int]]:
     """Return the innermost loops, or of straight code what goes from loads to a store."""
     wide = [i for i, (_, text) in enumerate(instructions) if _LOAD.search(text) and ".128" in text]
-    if kernel.startswith(STRAIGHT_KERNELS) and wide:
+    if STRAIGHT_KERNELS.match(kernel) and wide:
         runs = [[wide[0]]]
         for i in wide[1:]:  # those further apart are of another way through the kernel
             runs[-1].append(i) if i - runs[-1][-1] < 60 else runs.append([i])

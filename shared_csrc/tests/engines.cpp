@@ -96,7 +96,7 @@ void test_foreach_reduce(const std::vector<int64_t>& sizes) {
 template <class S>
 struct Normalize {
   using value_type = float;
-  static constexpr int kStages = 1;
+  using staged_type = S;
   static constexpr int kSums = 2;
   const S* x;
   S* y;
@@ -107,7 +107,7 @@ struct Normalize {
 
   template <class R>
   void row(R& row) const {
-    auto values = row.stage(0, x);
+    auto values = row.stage(x);
     float high = row.max([](float v) { return v; }, values);
     auto both =
         row.template sums<2>([=](float v) { return Array<float, 2>{{v - high, 1.0f}}; }, values);

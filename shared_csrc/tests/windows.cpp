@@ -10,7 +10,6 @@ namespace {
 template <class S>
 struct Share {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 1;
   const S* x;
   S *y, *twice;
   value_type* sums;

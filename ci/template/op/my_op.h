@@ -14,7 +14,7 @@ inline namespace APEX_BACKEND_NS {
 template <class S>
 struct MyOpForward {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 1;  // a row is read from memory once, and used twice
+  using staged_type = S;  // a row is read from memory once, and used twice
 
   const S* x;  // [rows, columns]
   S* y;        // [rows, columns]
@@ -22,7 +22,7 @@ struct MyOpForward {
   template <class R>
   APEX_HD void row(R& row) const {
     using T = value_type;
-    auto values = row.stage(0, x);
+    auto values = row.stage(x);
     T mean = row.sum([](T v) { return v; }, values) / static_cast<T>(row.columns());
     row.each([=](T& out, T v) { out = v * mean; }, row.out(y), values);
   }
@@ -31,7 +31,7 @@ struct MyOpForward {
 template <class S>
 struct MyOpBackward {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 2;
+  using staged_type = S;
 
   const S *dy, *x;  // [rows, columns]
   S* dx;            // [rows, columns]
@@ -39,7 +39,7 @@ struct MyOpBackward {
   template <class R>
   APEX_HD void row(R& row) const {
     using T = value_type;
-    auto gradients = row.stage(0, dy), values = row.stage(1, x);
+    auto gradients = row.stage(dy), values = row.stage(x);
     Array<T, 2> sums =
         row.template sums<2>([](T g, T v) { return Array<T, 2>{{v, g * v}}; }, gradients, values);
     T n = static_cast<T>(row.columns()), mean = sums[0] / n, shift = sums[1] / n;

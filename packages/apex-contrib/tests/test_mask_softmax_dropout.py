@@ -20,7 +20,7 @@ SHAPES = {
     "tail": (1, 3, 1027),
     "vector": (2, 5, 64),
     "tall": (4, 8193, 7),
-    **for_gpus(block=(1, 3, 776)),
+    **for_gpus(block=(1, 3, 776), wide=(1, 1, 16392)),
 }
 MASKS = {
     "none": lambda b, t, s: None,

@@ -1,4 +1,4 @@
-"""Rows that just fit, or do not, into the shared memory that a GPU grants a block."""
+"""Rows as wide as a GPU's groups of lanes, blocks and registers hold, and a pack wider."""
 
 import pytest
 import torch
@@ -9,11 +9,12 @@ from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 from apex_testkit import assert_as_accurate_as
 
 EPS = 1e-5
-# 48 KiB are 12,288 floats: one row kept by the forward pass, two of half the size by the backward.
+# A pack is 4 columns of float32, 8 of 16 bits. A group of lanes has 32 of them; sums of columns are
+# kept for 1,024; rows for 2,048, of float32 for 4,096. Those of float64 are not kept.
 COLUMNS = {
-    torch.float32: (3072, 6128, 6144, 12248, 12288, 12296),
-    torch.bfloat16: (6144, 12288),
-    torch.float64: (760, 768, 1024, 3048, 3072, 6144),
+    torch.float32: (128, 132, 4096, 4100, 8192, 8196, 16384, 16388),
+    torch.bfloat16: (256, 264, 8192, 8200, 16384, 16392),
+    torch.float64: (64, 66, 6144),
 }
 cases = pytest.mark.parametrize(
     ("dtype", "columns"),

@@ -124,9 +124,9 @@ __global__ void shuffle_or_barrier(float* y, const float* x) {
   float value = x[threadIdx.x];
   if (kBroken && threadIdx.x % 32 == 5) {
     __syncthreads();
-    value = shuffle_xor(value, 1);
+    value = shuffle_xor(value, 1, group_mask());
   } else {
-    value = shuffle_xor(value, 1);
+    value = shuffle_xor(value, 1, group_mask());
     __syncthreads();
   }
   y[threadIdx.x] = value;

@@ -68,25 +68,32 @@ APEX_DEVICE unsigned group_mask() {
   return ((1u << blockDim.x) - 1) << (threadIdx.y * blockDim.x % kGroupLanes);
 }
 
+// Among `lanes` of 32, those of the thread's group.
 template <class T>
-APEX_DEVICE T shuffle_xor(T value, int mask) {
-  return shuffle_lanes(group_mask(), value, mask);
+APEX_DEVICE T shuffle_xor(T value, int mask, unsigned lanes) {
+  return shuffle_lanes(lanes, value, mask);
+}
+
+template <class T, int N>
+APEX_DEVICE Array<T, N> shuffle_xor(const Array<T, N>& values, int mask, unsigned lanes) {
+  Array<T, N> result;
+#pragma unroll
+  for (int n = 0; n < N; ++n) result[n] = shuffle_lanes(lanes, values[n], mask);
+  return result;
 }
 
 APEX_DEVICE void sync_group() { sync_lanes(group_mask()); }
-
-template <class T, int N>
-APEX_DEVICE Array<T, N> shuffle_xor(const Array<T, N>& values, int mask) {
-  Array<T, N> result;
-#pragma unroll
-  for (int n = 0; n < N; ++n) result[n] = shuffle_xor(values[n], mask);
-  return result;
-}
 
 struct Add {
   template <class T>
   APEX_HD T operator()(T a, T b) const {
     return a + b;
+  }
+  template <class T, int N>
+  APEX_HD Array<T, N> operator()(Array<T, N> a, const Array<T, N>& b) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) a[n] += b[n];
+    return a;
   }
 };
 
@@ -101,7 +108,19 @@ struct Max {
 template <class T, class Op>
 APEX_DEVICE T reduce_group(T value, Op op) {
   for (int mask = group_lanes() / 2; mask > 0; mask /= 2) {
-    value = op(value, shuffle_xor(value, mask));
+    value = op(value, shuffle_xor(value, mask, group_mask()));
+  }
+  return value;
+}
+
+// The same over the first `lanes` of a whole group, a power of two; those behind them take part.
+// That compilers know who does makes a shuffle one instruction.
+template <class T, class Op>
+APEX_DEVICE T reduce_lanes(T value, Op op, int lanes) {
+#pragma unroll
+  for (int mask = kGroupLanes / 2; mask > 0; mask /= 2) {
+    const T other = shuffle_xor(value, mask, 0xffffffffu);
+    if (mask < lanes) value = op(value, other);
   }
   return value;
 }

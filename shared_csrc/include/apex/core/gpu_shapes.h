@@ -13,16 +13,23 @@ inline namespace APEX_BACKEND_NS {
 // 16-byte stores that leave the caches first, for what is not read again soon. CUDA alone.
 inline constexpr bool kStreamingStores = false;
 
-// Rows. Up to kGroupColumns columns a group of lanes takes a row, which needs no barrier, and up to
-// kWideColumns a block of kGroupThreads; wider rows have a block of kRowwiseThreads. Neither the
-// number of rows nor where one lies decides anything: a row has the same bits in every batch.
-inline constexpr int64_t kGroupColumns = 512;
-inline constexpr int64_t kWideColumns = 1024;
+// Rows. A group of lanes takes a short row, which needs no barrier; a longer one has a block.
 inline constexpr int kFewestLanes = 8;     // of a row
 inline constexpr int kGroupThreads = 128;  // of a block of rows that groups take
-inline constexpr int kRowwiseThreads = 256;
-inline constexpr int64_t kRowwiseBlocks = 65536;  // rows beyond are taken in a grid-stride loop
-inline constexpr int kRowwiseResidentBlocks = 0;  // that registers must suffice for; 0: any number
+inline constexpr int kRowThreads = 512;    // of a row, at most
+inline constexpr int kRowPacks = 4;        // of a thread, at most: what it keeps, or has under way
+inline constexpr int kWidePacks = 2;       // the same, of a row that is too wide to be kept
+inline constexpr int kRowLoads = 8;        // of 16 bytes, that a thread has under way
+// Blocks that registers must suffice for; 0: what compilers choose, which spill a word for more.
+inline constexpr int kRowResidentBlocks = 0;
+inline constexpr int kKeptResidentBlocks = 1;  // of rows that are kept
+inline constexpr int64_t kRowBlocks = 65536;   // rows beyond are taken in a grid-stride loop
+
+// Rows whose threads add up columns too: blocks stay, and each has sums of its own.
+inline constexpr int kColumnPacks = 2;         // of a thread
+inline constexpr int64_t kColumnBlocks = 256;  // at most, but for
+inline constexpr int64_t kColumnRows = 64;     // rows that a thread adds up, and more if there are
+inline constexpr int64_t kMostColumnBlocks = 1024;
 
 // Columns.
 inline constexpr int kColwiseThreadsY = 8;      // rows of threads of a block: a power of two
@@ -31,10 +38,13 @@ inline constexpr int64_t kColwiseRows = 128;    // rows per tile, at least
 inline constexpr int64_t kColwiseSplits = 128;  // tiles along the rows, at most
 inline constexpr bool kColwiseBounds = false;   // whether compilers know the threads of a block
 
+// Segments.
+inline constexpr int kSegmentThreads = 256;
+
 // Lists of tensors.
 inline constexpr int kForeachThreads = 256;
 inline constexpr int kForeachPacks = 4;           // packs per thread: several loads in flight
-inline constexpr int kForeachResidentBlocks = 0;  // see kRowwiseResidentBlocks
+inline constexpr int kForeachResidentBlocks = 0;  // see kRowResidentBlocks
 // Packs that a thread combines in T before it goes on in double: more would lose digits, fewer
 // would ask too much of GPUs whose double arithmetic is slow.
 inline constexpr int kReduceRun = 4;

@@ -34,6 +34,10 @@ struct HighByte {
   uint8_t bits;
 };
 
+// The one of two storage types whose packs of 16 bytes have more elements.
+template <class A, class B>
+using Narrower = std::conditional_t<(sizeof(A) <= sizeof(B)), A, B>;
+
 // The type in which values of storage type S are computed.
 template <class S>
 using compute_t = std::conditional_t<std::is_same_v<S, double>, double, float>;

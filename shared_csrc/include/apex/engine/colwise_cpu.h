@@ -54,10 +54,6 @@ void merge_buffers(const Program& program, S* total, const P* part, int64_t stri
   }
 }
 
-// Whether row() itself adds to the column sums, by Row::sums_and_columns().
-template <class Program>
-inline constexpr bool kColumnsInRow = requires { requires Program::kColumnsInRow; };
-
 // Adds rows [begin, end) of `rows` to `totals`, by way of `block`, which is zero before and after.
 template <bool kRows, class Program, class T, class S>
 void add_rows(int64_t rows, int64_t columns, int64_t begin, int64_t end, const Program& program,

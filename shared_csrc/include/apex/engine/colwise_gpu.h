@@ -50,10 +50,6 @@ class ColumnRow {
   APEX_DEVICE ReadView<S> shared(const S* vector) const {
     return {vector};
   }
-  template <class S>
-  APEX_DEVICE ReadView<S> staged(int, const S* matrix) const {
-    return in(matrix);
-  }
 
   template <int N, class F, class... Views>
   APEX_DEVICE void accumulate(const F& functor, const Views&... views) {
@@ -183,7 +179,7 @@ __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
   Array<T, kSums> sums{};
   if (column < columns && threadIdx.y < splits) {
     sums = part_of(threadIdx.y);
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t split = threadIdx.y + kColwiseThreadsY; split < splits;
          split += kColwiseThreadsY) {
       merge_sums(program, sums, part_of(split));
@@ -193,6 +189,15 @@ __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
   if (threadIdx.y == 0 && column < columns) program.finish(column, sums);
 }
 
+template <class Context, class Program, class T>
+void merge_partials(const Context& context, int64_t splits, int64_t columns, const T* partials,
+                    const Program& program) {
+  const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
+  launch<colwise_merge<Program, T>>(dim3(tiles), dim3(kGroupLanes, kColwiseThreadsY), 0,
+                                    context.stream(), splits, columns, partials, program);
+  context.check_launch("colwise_merge");
+}
+
 template <class Context, ColumnProgram Program>
 void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
@@ -200,20 +205,59 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
   int64_t splits = std::clamp<int64_t>(rows / kColwiseRows, 1, kColwiseSplits);
   T* partials = static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
   const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
-  const dim3 block(kGroupLanes, kColwiseThreadsY);
-  launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)), block, 0,
-                                    context.stream(), rows, columns, partials, program);
+  launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)),
+                                    dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(), rows,
+                                    columns, partials, program);
   context.check_launch("colwise_tiles");
-  launch<colwise_merge<Program, T>>(dim3(tiles), block, 0, context.stream(), splits, columns,
-                                    partials, program);
-  context.check_launch("colwise_merge");
+  merge_partials(context, splits, columns, partials, program);
 }
 
-// Two launches: the rows are read again, mostly from the L2 cache.
+// Rows, whose threads add up their columns in the same pass; partials: [blocks, kSums, columns].
+template <class Program, int kPacks, class T>
+__global__ void APEX_LAUNCH_BOUNDS(kPacks == 1 ? kGroupThreads : kRowThreads, kKeptResidentBlocks)
+    rowwise_columns(int64_t rows, int64_t columns, T* partials, Program program) {
+  constexpr int N = staged_pack<Program>();
+  APEX_SHARED(T, exchange, [kGroupThreads * N]);
+  int phase = 0;
+  Row<T, N, kPacks, true, Program::kSums> row(columns, &phase);
+  rows_of_block(rows, row, program);
+  row.store_columns(partials + static_cast<int64_t>(blockIdx.x) * Program::kSums * columns,
+                    exchange);
+}
+
+// Blocks stay, for sums of their own: how many depends on the shape alone, not on the GPU.
+template <int kPacks, class Context, class Program>
+void launch_rows_and_columns(const Context& context, int64_t rows, int64_t columns,
+                             const Program& program) {
+  using T = typename Program::value_type;
+  const dim3 block = row_block(columns / staged_pack<Program>(), kPacks);
+  const int64_t turns = (rows + block.y - 1) / block.y;
+  const int64_t most = std::clamp(turns / kColumnRows, kColumnBlocks, kMostColumnBlocks);
+  const int64_t blocks = std::min(turns, most);
+  T* partials = static_cast<T*>(context.workspace(blocks * Program::kSums * columns * sizeof(T)));
+  launch<rowwise_columns<Program, kPacks, T>>(dim3(static_cast<unsigned>(blocks)), block, 0,
+                                              context.stream(), rows, columns, partials, program);
+  context.check_launch("rowwise_columns");
+  merge_partials(context, blocks, columns, partials, program);
+}
+
+// Two launches where row() adds to the sums, and registers hold those of all columns; else the rows
+// are read again, mostly from the L2 cache.
 template <class Context, class Program>
   requires RowProgram<Program> && ColumnProgram<Program>
 void rowwise_colwise(const Context& context, int64_t rows, int64_t columns,
                      const Program& program) {
+  if constexpr (kColumnsInRow<Program> && kKeepsRows<Program>) {
+    constexpr int64_t N = staged_pack<Program>();
+    if (rows > 0 && columns > 0 && columns % N == 0) {
+      if (columns <= N * kGroupLanes) {
+        return launch_rows_and_columns<1>(context, rows, columns, program);
+      }
+      if (columns <= N * kColumnPacks * kRowThreads) {
+        return launch_rows_and_columns<kColumnPacks>(context, rows, columns, program);
+      }
+    }
+  }
   rowwise(context, rows, columns, program);
   colwise(context, rows, columns, program);
 }

@@ -55,7 +55,7 @@ concept ReadableRow = requires(const R& row, const float* matrix, int64_t stride
 };
 
 template <class R, class T>
-concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* result, int slot,
+concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* result,
                                            int64_t stride, T one, Array<T, 2> two) {
   { row.within(stride, stride) } -> std::same_as<R>;  // columns [begin, end) of the same row
   row.out(result);                                    // this row of a result, for `each`
@@ -63,10 +63,10 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
   row.from(matrix, stride);  // a row at any address, for reading; and for writing
   row.to(result);
   row.generated(RowNumbersProbe{});  // numbers made by index, such as random ones
-  row.stage(slot, matrix);  // read several times: converted once; slots count up to kStages
+  row.stage(matrix);                 // read several times
   // each(functor, row.out(result), views...), staged as it was rounded
-  row.stage_result(slot, result, RowWriteProbe<T>{}, row.in(matrix));
-  row.pivot(row.stage(slot, matrix));  // a number near the row's mean
+  row.stage_result(result, RowWriteProbe<T>{}, row.in(matrix));
+  row.pivot(row.stage(matrix));  // a number near the row's mean
   // reductions, whose functors may write: one sum, several in a pass, the largest (of those that
   // are not NaN), one's own
   { row.sum(RowProbe<T, 1>{}, row.in(matrix)) } -> std::same_as<T>;
@@ -76,7 +76,7 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
     row.template fold<2>(two, RowFoldProbe<T, 2>{}, RowFoldProbe<T, 2>{}, row.in(matrix))
   } -> std::same_as<Array<T, 2>>;
   row.with_terms(RowProbe<T, 1>{}, RowTermsProbe{}, row.in(matrix));  // a sum, and its terms again
-  // sums, and in the same pass on the CPU what accumulate() does
+  // sums, and in the same pass what accumulate() does
   row.template sums_and_columns<2, 2>(RowProbe<T, 2>{}, RowFoldProbe<T, 2>{}, row.in(matrix));
   row.each(RowWriteProbe<T>{}, row.out(result), row.in(matrix));
   // each() for several runs, of which the next begins `stride` elements on; shared() stays
@@ -87,12 +87,10 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
 
 // Adding one row to N numbers of every column.
 template <class R, class T, int N>
-concept ColumnRowOf =
-    ReadableRow<R> && requires(R& row, const float* matrix, float* result, int slot) {
-      row.staged(slot, matrix);  // what row() staged, in rowwise_colwise()
-      row.out(result);           // this row of a result, for the functor to write
-      row.template accumulate<N>(RowFoldProbe<T, N>{}, row.in(matrix));
-    };
+concept ColumnRowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* result) {
+  row.out(result);  // this row of a result, for the functor to write
+  row.template accumulate<N>(RowFoldProbe<T, N>{}, row.in(matrix));
+};
 
 // Programs are copied to the GPU by value: members are pointers and numbers.
 template <class P>
@@ -100,6 +98,10 @@ concept PlainProgram = std::is_trivially_copyable_v<P> && requires { typename P:
 
 template <class P, class R>
 concept RowProgramOn = PlainProgram<P> && requires(const P& program, R& row) { program.row(row); };
+
+// Whether row() itself adds to the column sums, by sums_and_columns().
+template <class Program>
+inline constexpr bool kColumnsInRow = requires { requires Program::kColumnsInRow; };
 
 template <class P, class R>
 concept ColumnProgramOn =

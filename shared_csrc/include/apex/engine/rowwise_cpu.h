@@ -115,23 +115,16 @@ class Row {
   // This row of a matrix, for several passes. A GPU keeps it converted; here the cache has it, and
   // converting it again costs less than a converted copy that crowds the cache.
   template <class S>
-  auto stage(int, const S* matrix) const {
+  auto stage(const S* matrix) const {
     return in(matrix);
   }
 
   // each(functor, row.out(matrix), views...), and what it wrote, rounded, for several passes. The
   // stores go through the cache, in which the row is read next.
   template <class S, class F, class... Views>
-  auto stage_result(int, S* matrix, const F& functor, const Views&... views) const {
+  auto stage_result(S* matrix, const F& functor, const Views&... views) const {
     each(functor, WriteView<S>{matrix + index_ * width_ + begin_, width_}, views...);
     return in(static_cast<const S*>(matrix));
-  }
-
-  // What program.row() staged in this slot, for the column_sums() that follows it in
-  // rowwise_colwise().
-  template <class S>
-  auto staged(int, const S* matrix) const {
-    return in(matrix);
   }
 
   // Sum over the row of functor(values...), which returns T. It may write, as that of `each`.

@@ -21,7 +21,7 @@ inline constexpr int64_t kMapBlocks = 65536;
 
 // Blocks of threads for `count` pieces of work, one a thread.
 inline dim3 blocks_for(int64_t count) {
-  int64_t blocks = (count + kRowwiseThreads - 1) / kRowwiseThreads;
+  int64_t blocks = (count + kSegmentThreads - 1) / kSegmentThreads;
   return dim3(static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMapBlocks)));
 }
 
@@ -137,7 +137,7 @@ Segments group_rows(const Context& context, int64_t rows, int64_t count, const F
   int64_t *offsets = numbers(count + 1), *counts = numbers(kDigits * tiles);
   SortedRows from{numbers(rows), numbers(rows)}, to{numbers(rows), numbers(rows)};
   auto stream = context.stream();
-  launch<segment_keys<F>>(blocks_for(rows), dim3(kRowwiseThreads), 0, stream, rows, count,
+  launch<segment_keys<F>>(blocks_for(rows), dim3(kSegmentThreads), 0, stream, rows, count,
                           segment_of, from);
   const dim3 grid(static_cast<unsigned>(tiles)), block(kSortThreads);
   for (int shift = 0; shift == 0 || count >> shift != 0; shift += kDigitBits) {
@@ -147,7 +147,7 @@ Segments group_rows(const Context& context, int64_t rows, int64_t count, const F
     launch<segment_digits<true>>(grid, block, 0, stream, rows, shift, counts, from, to);
     std::swap(from, to);
   }
-  launch<segment_offsets<0>>(blocks_for(count + 1), dim3(kRowwiseThreads), 0, stream, rows, count,
+  launch<segment_offsets<0>>(blocks_for(count + 1), dim3(kSegmentThreads), 0, stream, rows, count,
                              from.keys, offsets);
   context.check_launch("group_rows");
   return {rows, count, offsets, from.order};

@@ -143,7 +143,7 @@ APEX_DEVICE void add_rows(const Program& program, const int64_t* order, int64_t 
 // heads, [tiles, packs, pack]: of every tile, the sums of what belongs to a segment that began
 // before it.
 template <class Program>
-__global__ void __launch_bounds__(kRowwiseThreads)
+__global__ void __launch_bounds__(kSegmentThreads)
     segment_heads(Segments segments, int64_t tiles, int64_t columns,
                   Array<typename Program::value_type, Program::kSums>* heads, Program program) {
   constexpr int N = kSegmentPack<Program>;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kRowwiseThreads)
 }
 
 template <class Program>
-__global__ void __launch_bounds__(kRowwiseThreads)
+__global__ void __launch_bounds__(kSegmentThreads)
     segment_sums(Segments segments, int64_t columns,
                  const Array<typename Program::value_type, Program::kSums>* heads,
                  Program program) {
@@ -205,7 +205,7 @@ void segment_sum(const Context& context, const Segments& segments, int64_t colum
   const int64_t packs = (columns + N - 1) / N;
   const int64_t tiles = (segments.rows + kSegmentTile - 1) / kSegmentTile;
   Sums* heads = nullptr;  // where one tile holds all rows, it has none
-  const dim3 block(kRowwiseThreads);
+  const dim3 block(kSegmentThreads);
   if (tiles > 1) {
     heads = static_cast<Sums*>(context.workspace(tiles * packs * N * sizeof(Sums)));
     launch<segment_heads<Program>>(blocks_for((tiles - 1) * packs), block, 0, context.stream(),

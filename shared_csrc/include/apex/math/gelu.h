@@ -29,7 +29,7 @@ template <class T>
 APEX_HD T gelu_tanh_slope(T x) {
   T square = T(kGeluCubic) * x * x;
   T t = exponential_no_overflow(-std::fabs(T(kTwoRootTwoOverPi) * x * (T(1) + square)));
-  T r = T(1) / (T(1) + t);
+  T r = quotient(T(1), T(1) + t);
   T s = x < T(0) ? t * r : r;
   return s + x * (t * r * r) * T(kTwoRootTwoOverPi) * (T(1) + T(3) * square);
 }

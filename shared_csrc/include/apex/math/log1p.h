@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "apex/core/types.h"
+#include "apex/math/quotient.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -15,7 +16,7 @@ inline namespace APEX_BACKEND_NS {
 
 // For x in [0, 1]; within 2 ulp. NaN stays. Neither a branch nor a call.
 APEX_HD float log1p_of_unit(float x) {
-  const float s = x / (2.0f + x), t = s * s;
+  const float s = quotient(x, 2.0f + x), t = s * s;
   float p = 2.0f / 15;
   p = p * t + 2.0f / 13;
   p = p * t + 2.0f / 11;

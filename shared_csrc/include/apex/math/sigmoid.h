@@ -2,13 +2,14 @@
 #pragma once
 
 #include "apex/math/exp.h"
+#include "apex/math/quotient.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 template <class T>
 APEX_HD T sigmoid(T x) {
-  return T(1) / (T(1) + exponential(-x));
+  return quotient(T(1), T(1) + exponential(-x));
 }
 
 template <class T>

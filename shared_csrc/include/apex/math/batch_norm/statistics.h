@@ -45,7 +45,7 @@ template <class X>
 struct RowMoments {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kStages = 1;
+  using staged_type = X;
 
   const X* x;   // [rows, columns]
   T* mean;      // [rows]
@@ -53,7 +53,7 @@ struct RowMoments {
 
   template <class R>
   APEX_HD void row(R& row) const {
-    auto values = row.stage(0, x);
+    auto values = row.stage(x);
     T mu = row.sum([](T x) { return x; }, values) / row.columns();
     T m2 = row.sum([=](T x) { return (x - mu) * (x - mu); }, values);
     row.once([&] {

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "apex/core/types.h"
+#include "apex/math/quotient.h"
 
 // Row programs here are large: on the CPU one body serves both engines that call it.
 #if defined(APEX_GPU)
@@ -65,7 +66,7 @@ struct Affine {
   APEX_HD T undo(T y, T w, T b, T smallest) const {
     T magnitude = std::fabs(scale(w));
     T divisor = std::copysign(magnitude < smallest ? smallest : magnitude, scale(w));
-    return (y - bias_or_zero(b)) / divisor;
+    return quotient(y - bias_or_zero(b), divisor);
   }
 };
 

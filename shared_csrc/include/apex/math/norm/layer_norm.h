@@ -14,7 +14,7 @@ template <class X, class W>
 struct LayerNormForward {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kStages = 1;
+  using staged_type = X;
 
   const X* x;  // [rows, columns]
   Affine<W, T> affine;
@@ -25,7 +25,7 @@ struct LayerNormForward {
 
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
-    layer_norm_row(row, row.stage(0, x), affine, eps, y, mean, rstd);
+    layer_norm_row(row, row.stage(x), affine, eps, y, mean, rstd);
   }
 };
 
@@ -35,7 +35,7 @@ struct LayerNormBackward {
   using value_type = compute_t<X>;
   using T = value_type;
   using Saved = std::conditional_t<kFromOutput, W, X>;
-  static constexpr int kStages = 2;
+  using staged_type = X;
   static constexpr int kSums = 2;  // dweight, dbias
   static constexpr bool kColumnsInRow = true;
 
@@ -56,8 +56,8 @@ struct LayerNormBackward {
 
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
-    auto grads = row.stage(0, dy);
-    auto values = row.stage(1, saved);
+    auto grads = row.stage(dy);
+    auto values = row.stage(saved);
     auto w = row.shared(affine.weight), b = row.shared(affine.bias);
     auto of_row = gradient(row);
     Array<T, 2> sums = row.template sums_and_columns<2, kSums>(
@@ -69,9 +69,8 @@ struct LayerNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.staged(0, dy),
-                                   row.staged(1, saved), row.shared(affine.weight),
-                                   row.shared(affine.bias));
+    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(saved),
+                                   row.shared(affine.weight), row.shared(affine.bias));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

@@ -15,7 +15,7 @@ template <class X, class W>
 struct RmsNormForward {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kStages = 1;
+  using staged_type = X;
 
   const X* x;  // [rows, columns]
   Affine<W, T> affine;
@@ -25,7 +25,7 @@ struct RmsNormForward {
 
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
-    rms_norm_row(row, row.stage(0, x), affine, eps, y, rstd);
+    rms_norm_row(row, row.stage(x), affine, eps, y, rstd);
   }
 };
 
@@ -35,7 +35,7 @@ struct RmsNormBackward {
   using value_type = compute_t<X>;
   using T = value_type;
   using Saved = std::conditional_t<kFromOutput, W, X>;
-  static constexpr int kStages = 2;
+  using staged_type = X;
   static constexpr int kSums = 1;  // dweight
   static constexpr bool kColumnsInRow = true;
 
@@ -54,8 +54,8 @@ struct RmsNormBackward {
 
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
-    auto grads = row.stage(0, dy);
-    auto values = row.stage(1, saved);
+    auto grads = row.stage(dy);
+    auto values = row.stage(saved);
     auto w = row.shared(affine.weight);
     auto of_row = gradient(row);
     Array<T, 1> sum = row.template sums_and_columns<1, kSums>(
@@ -67,8 +67,8 @@ struct RmsNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.staged(0, dy),
-                                   row.staged(1, saved), row.shared(affine.weight));
+    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(saved),
+                                   row.shared(affine.weight));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

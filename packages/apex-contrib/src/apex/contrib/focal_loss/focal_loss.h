@@ -32,7 +32,7 @@ struct FocalTerm {
   APEX_HD Parts parts(T z) const {
     const T magnitude = z < T(0) ? -z : z;
     const T e = exponential_no_overflow(-magnitude);
-    const T share = T(1) / (T(1) + e);
+    const T share = quotient(T(1), T(1) + e);
     const T log = log1p_of_unit(e);
     const T softplus = (z < T(0) ? -z : T(0)) + log;  // of -z
     const T hits = z < T(0) ? e * share : share, misses = z < T(0) ? share : e * share;

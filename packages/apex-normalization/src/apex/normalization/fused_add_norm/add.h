@@ -17,8 +17,7 @@ struct Sum {
   template <class R>
   APEX_HD auto stage(R& row) const {
     using T = compute_t<X>;
-    return row.stage_result(
-        0, stored, [](T& s, T x, T r) { s = x + r; }, row.in(x), row.in(residual));
+    return row.stage_result(stored, [](T& s, T x, T r) { s = x + r; }, row.in(x), row.in(residual));
   }
 };
 

@@ -18,7 +18,7 @@ template <class X, class S, class W>
 struct AddLayerNormForward {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kStages = 1;
+  using staged_type = Narrower<X, S>;
 
   Sum<X, S> sum;
   Affine<W, T> affine;
@@ -37,7 +37,7 @@ template <class X, class S, class W, bool kHasSumGrad>
 struct AddLayerNormBackward {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kStages = 2;
+  using staged_type = Narrower<X, S>;
   static constexpr int kSums = 2;  // dweight, dbias
   static constexpr bool kColumnsInRow = true;
 
@@ -57,8 +57,8 @@ struct AddLayerNormBackward {
 
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
-    auto dys = row.stage(0, dy);
-    auto sums = row.stage(1, sum);
+    auto dys = row.stage(dy);
+    auto sums = row.stage(sum);
     auto w = row.shared(affine.weight), b = row.shared(affine.bias);
     auto of_row = gradient(row);
     Array<T, 2> totals = row.template sums_and_columns<2, kSums>(
@@ -68,9 +68,8 @@ struct AddLayerNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.staged(0, dy),
-                                   row.staged(1, sum), row.shared(affine.weight),
-                                   row.shared(affine.bias));
+    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(sum),
+                                   row.shared(affine.weight), row.shared(affine.bias));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

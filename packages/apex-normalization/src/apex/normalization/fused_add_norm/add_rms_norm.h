@@ -18,7 +18,7 @@ template <class X, class S, class W>
 struct AddRmsNormForward {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kStages = 1;
+  using staged_type = Narrower<X, S>;
 
   Sum<X, S> sum;
   Affine<W, T> affine;
@@ -36,7 +36,7 @@ template <class X, class S, class W, bool kHasSumGrad>
 struct AddRmsNormBackward {
   using value_type = compute_t<X>;
   using T = value_type;
-  static constexpr int kStages = 2;
+  using staged_type = Narrower<X, S>;
   static constexpr int kSums = 1;  // dweight
   static constexpr bool kColumnsInRow = true;
 
@@ -54,8 +54,8 @@ struct AddRmsNormBackward {
 
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
-    auto dys = row.stage(0, dy);
-    auto sums = row.stage(1, sum);
+    auto dys = row.stage(dy);
+    auto sums = row.stage(sum);
     auto w = row.shared(affine.weight);
     auto of_row = gradient(row);
     Array<T, 1> total = row.template sums_and_columns<1, kSums>(
@@ -65,8 +65,8 @@ struct AddRmsNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.staged(0, dy),
-                                   row.staged(1, sum), row.shared(affine.weight));
+    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(sum),
+                                   row.shared(affine.weight));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

@@ -48,7 +48,7 @@ struct Mask {
 template <class S, class M, bool kDropout>
 struct MaskSoftmax {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 1;
+  using staged_type = S;
   static constexpr bool kKeepsTerms = true;
 
   const S* x;  // [rows, columns]
@@ -59,7 +59,7 @@ struct MaskSoftmax {
 
   template <class R>
   APEX_HD void row(R& row) const {
-    const auto scores = row.ahead(row.stage(0, x));
+    const auto scores = row.ahead(row.stage(x));
     if constexpr (std::is_same_v<M, NoMask>) {
       write(row, scores);
     } else {
@@ -90,7 +90,7 @@ struct MaskSoftmax {
 template <class S>
 struct MaskSoftmaxBackward {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 2;
+  using staged_type = S;
 
   const S *dy, *y;
   S* dx;
@@ -99,7 +99,7 @@ struct MaskSoftmaxBackward {
   APEX_HD void row(R& row) const {
     using T = value_type;
     softmax_backward<T>(
-        row, T(1), [](T dy) { return dy; }, row.out(dx), row.stage(1, y), row.stage(0, dy));
+        row, T(1), [](T dy) { return dy; }, row.out(dx), row.stage(y), row.stage(dy));
   }
 };
 
@@ -108,7 +108,7 @@ struct MaskSoftmaxBackward {
 template <class S, class K>
 struct MaskSoftmaxDropoutBackward {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 3;
+  using staged_type = S;
 
   const S *dy, *y;
   const K* keep;
@@ -124,9 +124,9 @@ struct MaskSoftmaxDropoutBackward {
       const T kept = dy * by;
       return keep != T(0) ? kept : T(0);
     };
-    const auto dropped = row.stage(0, dy);
-    const auto softmax = row.stage(1, y);
-    const auto kept = row.stage(2, keep);
+    const auto dropped = row.stage(dy);
+    const auto softmax = row.stage(y);
+    const auto kept = row.stage(keep);
     if (dsoftmax == nullptr) {
       return softmax_backward<T>(row, T(1), gradient, row.out(dx), softmax, dropped, kept);
     }

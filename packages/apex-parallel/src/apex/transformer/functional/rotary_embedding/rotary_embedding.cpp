@@ -79,13 +79,7 @@ void rotate(const char* op, const NamedTensor& tokens, const Tables& tables, con
         describe(cos), " and ", describe(sin), ".");
   const TableRow table = table_row(op, places, tables.cos, tokens);
   if (x.numel() == 0) return;
-  // On a CPU a thread takes all heads of a token, whose angles are the same; a GPU needs the rows.
-#if defined(APEX_CPU)
-  const int64_t heads_in_row = x.size(1);
-#else
-  const int64_t heads_in_row = 1;
-#endif
-  const int64_t rows = x.size(0) * x.size(2) * (x.size(1) / heads_in_row);
+  const int64_t rows = x.size(0) * x.size(2);
   Context context(x);
   auto run = [&]<class S, class C>() {
     const TokenStrides from{x.stride(0), x.stride(1), x.stride(2)};
@@ -102,9 +96,8 @@ void rotate(const char* op, const NamedTensor& tokens, const Tables& tables, con
                                   begin,
                                   width,
                                   end,
-                                  inverse,
-                                  heads_in_row};
-    rowwise(context, rows, x.size(3) * heads_in_row, program);
+                                  inverse};
+    rowwise(context, rows, x.size(3) * x.size(1), program);
   };
   dispatch_floating(op, x.scalar_type(), [&]<class S>() {
     if (cos.scalar_type() == x.scalar_type()) return run.template operator()<S, S>();

@@ -1,4 +1,4 @@
-// Rotary position embeddings, one head of one token at a time.
+// Rotary position embeddings: a row is a token with all its heads, whose angles are the same.
 //
 // Su et al. 2021 (https://arxiv.org/abs/2104.09864), with the channels of a pair half the rotated
 // width apart: y = x cos + rotate_half(x) sin, rotate_half(x) = (-second half, first half). The
@@ -39,7 +39,6 @@ struct TableRow {
 template <class S, class C>
 struct RotaryEmbedding {
   using value_type = compute_t<S>;
-  static constexpr bool kManyRuns = true;  // heads
 
   const S* x;
   const C *cos, *sin;  // [rows of the table, width]
@@ -51,48 +50,32 @@ struct RotaryEmbedding {
   int64_t begin, width, end;  // channels [begin, begin + width) are rotated, the rest to end copied
   bool inverse;
 
-  int64_t heads_in_row;  // of one token: a row of the engine
-
   template <class R>
   APEX_HD void row(R& row) const {
-    int64_t head = 0, b = 0, token = 0, outer = row.index();
-    if (heads_in_row != counts.heads) {
-      outer = divide(outer, counts.heads / heads_in_row, head);
-      head *= heads_in_row;
-    }
+    int64_t b = 0, token = 0;
     if (tokens_first) {
-      token = divide(outer, counts.batch, b);
+      token = divide(row.index(), counts.batch, b);
     } else {
-      b = divide(outer, counts.sequence, token);
+      b = divide(row.index(), counts.sequence, token);
     }
-    const S* from = x + b * x_strides.batch + head * x_strides.head + token * x_strides.token;
-    S* to = y + b * y_strides.batch + head * y_strides.head + token * y_strides.token;
+    const S* from = x + b * x_strides.batch + token * x_strides.token;
+    S* to = y + b * y_strides.batch + token * y_strides.token;
     const int64_t place = table.of(token);
     const bool is_known = place >= 0 && place < table.rows;
     const int64_t offset = (is_known ? place : 0) * width;
     const auto pairs = row.within(0, width / 2);
     const auto rest = row.within(begin + width, end);
-#if defined(APEX_CPU)
-    const int64_t heads = heads_in_row;
-#else
-    constexpr int64_t heads = 1;  // the strides of several take more registers than there are
-#endif
-    for (int64_t done = 0; done < heads_in_row; done += heads) {
-      rotate(heads, pairs, from + begin, to + begin, offset, is_known);
-      if (begin + width < end) {
-        rest.each_of(
-            heads, [](value_type& y, value_type x) { y = x; }, rest.to(to, y_strides.head),
-            rest.from(from, x_strides.head));
-      }
-      from += heads * x_strides.head;
-      to += heads * y_strides.head;
+    rotate(pairs, from + begin, to + begin, offset, is_known);
+    if (begin + width < end) {
+      rest.each_of(
+          counts.heads, [](value_type& y, value_type x) { y = x; }, rest.to(to, y_strides.head),
+          rest.from(from, x_strides.head));
     }
   }
 
  private:
   template <class R>
-  APEX_HD void rotate(int64_t heads, const R& pairs, const S* from, S* to, int64_t offset,
-                      bool is_known) const {
+  APEX_HD void rotate(const R& pairs, const S* from, S* to, int64_t offset, bool is_known) const {
     using T = value_type;
     const int64_t half = width / 2;
     const C *c = cos + offset, *s = sin + offset;
@@ -102,7 +85,7 @@ struct RotaryEmbedding {
     const T sign = !is_known ? std::numeric_limits<T>::quiet_NaN() : inverse ? T(-1) : T(1);
     const int64_t from_next = x_strides.head, to_next = y_strides.head;
     pairs.each_of(
-        heads,
+        counts.heads,
         [sign](T& y1, T& y2, T x1, T x2, T c1, T c2, T s1, T s2) {
           y1 = x1 * c1 - sign * s1 * x2;
           y2 = x2 * c2 + sign * s2 * x1;

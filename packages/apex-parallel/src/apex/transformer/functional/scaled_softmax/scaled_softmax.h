@@ -35,7 +35,7 @@ APEX_HD void clear_hidden(const R& row, int64_t visible, S* result) {
 template <class S, Scores kScores>
 struct ScaledSoftmax {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 1;
+  using staged_type = S;
   static constexpr bool kKeepsTerms = true;
 
   const S* x;  // [rows, columns]
@@ -48,7 +48,7 @@ struct ScaledSoftmax {
     const T factor = scale;
     const int64_t visible = visible_columns<kScores>(row.index(), row.columns());
     const auto seen = row.within(0, visible);
-    const auto scores = seen.ahead(seen.stage(0, x));
+    const auto scores = seen.ahead(seen.stage(x));
     // A negative scale turns the order around: the largest is that of the scaled scores.
     write_softmax<T>(seen, seen.out(y), [factor](T x) { return factor * x; }, Always{}, scores);
     if constexpr (kScores == Scores::kCausal) clear_hidden(row, visible, y);
@@ -59,7 +59,7 @@ struct ScaledSoftmax {
 template <class S>
 struct MaskedSoftmax {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 1;
+  using staged_type = S;
   static constexpr bool kKeepsTerms = true;
 
   const S* x;
@@ -75,7 +75,7 @@ struct MaskedSoftmax {
     int64_t query, head;
     const int64_t batch = divide(divide(row.index(), rows_of_mask, query), heads, head);
     const uint8_t* own = mask + batch * batch_stride + query * row.columns();
-    const auto scores = row.ahead(row.stage(0, x));
+    const auto scores = row.ahead(row.stage(x));
     const auto masked = row.ahead(row.shared(own));
     auto score = [factor](T x, T hidden) {
       T scaled = factor * x;
@@ -94,7 +94,7 @@ struct MaskedSoftmax {
 template <class S, Scores kScores>
 struct ScaledSoftmaxBackward {
   using value_type = compute_t<S>;
-  static constexpr int kStages = 2;
+  using staged_type = S;
 
   const S *dy, *y;
   S* dx;
@@ -105,8 +105,8 @@ struct ScaledSoftmaxBackward {
     using T = value_type;
     const int64_t visible = visible_columns<kScores>(row.index(), row.columns());
     const auto seen = row.within(0, visible);
-    const auto gradients = seen.stage(0, dy);
-    const auto results = seen.stage(1, y);
+    const auto gradients = seen.stage(dy);
+    const auto results = seen.stage(y);
     softmax_backward<T>(seen, scale, [](T dy) { return dy; }, seen.out(dx), results, gradients);
     if constexpr (kScores == Scores::kCausal) clear_hidden(row, visible, dx);
   }
