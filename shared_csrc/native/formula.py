@@ -13,7 +13,8 @@ from torch import Tensor
 from .batching import register_vmap
 from .gradients import function_of, plain_gradients, question_of, refusing
 from .operands import is_dtensor
-from .plain import plain_functions, plainness
+from .plain import plainness
+from .plain_calls import plain_functions
 from .transforms import kernels_serve
 
 __all__ = ["Formula"]
