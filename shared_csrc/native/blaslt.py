@@ -29,6 +29,7 @@ _REASONS = {
     3: "the library has no algorithm for these sizes and this device",
 }
 _Plain = (Tensor, torch.nn.Parameter)
+_IS_ROCM = torch.version.hip is not None
 
 
 def may_serve(*tensors: Tensor | None) -> bool:
@@ -37,16 +38,17 @@ def may_serve(*tensors: Tensor | None) -> bool:
     Compiled code composes: what a library serves is known only when it is asked.
     """
     x = tensors[0]
-    if torch.compiler.is_compiling() or x.dtype not in DTYPES or x.numel() == 0:
+    if x.dtype not in DTYPES:
+        return False
+    if torch.compiler.is_compiling() or is_transformed() or x.numel() == 0:
         return False
     if not x.is_cuda and not (x.is_cpu and _is_emulating()):
         return False
-    if is_transformed():
-        return False
-    if any(t is not None and (type(t) not in _Plain or not t.is_contiguous()) for t in tensors):
-        return False
-    preferred = torch.backends.cuda.preferred_blas_library() if x.is_cuda else None
-    return not rules_out(torch.version.hip is not None, preferred, os.environ)
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _Plain or not tensor.is_contiguous()):
+            return False
+    preferred = torch.backends.cuda.preferred_blas_library() if _IS_ROCM and x.is_cuda else None
+    return not rules_out(_IS_ROCM, preferred, _environment())
 
 
 def rules_out(is_rocm: bool, preferred: object, environment: Mapping[str, str]) -> bool:
@@ -82,6 +84,12 @@ def _log(product: str, outcome: int) -> None:
     logger.debug(
         "%s: not by %s, but composed from torch's operators: %s.", product, library, reason
     )
+
+
+@functools.cache
+def _environment() -> Mapping[str, str]:
+    """The environment at the first product, when torch reads it, too."""
+    return dict(os.environ)
 
 
 @functools.cache

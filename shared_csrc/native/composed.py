@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
+from torch.compiler import is_dynamo_compiling as is_compiled
 
-from .gradients import plain_gradients, quick_apply
+from .gradients import plain_gradients
 from .operands import is_autocast, is_dtensor
-from .transforms import differentiated_again, kernels_serve
+from .plain import apply_of, plainness
+from .transforms import kernels_serve
 
 __all__ = ["Composed", "plainly"]
 
@@ -31,6 +34,7 @@ class Composed:
         backward: ``(option, needs, dy, (*tensors, *kept)) -> gradients of the tensors``; None is
             enough where ``needs`` says False.
         reference: ``(option, *tensors) -> output`` in plain PyTorch.
+        output: ``(*tensors) -> output``, where ``forward`` keeps nothing but that.
     """
 
     def __init__(
@@ -39,29 +43,29 @@ class Composed:
         forward: Callable[..., tuple[Tensor, ...]],
         backward: Callable[..., Sequence[Tensor | None]],
         reference: Callable[..., Tensor],
+        output: Callable[..., Tensor] | None = None,
     ) -> None:
         self.forward, self.reference = forward, reference
-        self._apply = quick_apply(_function_of(name, forward, backward, reference))
+        forward_of_call, backward_of_call = _functions(forward, backward, reference)
+        self._apply = _function(name, forward_of_call, backward_of_call).apply
+        of_plain = _plain_forward(forward) if output is None else _output_alone(output)
+        # Who has asked plainness() anyway calls plain[answer].
+        self.plain = (
+            None,
+            lambda *given: forward(*given)[0],
+            apply_of(_function(name, of_plain, backward_of_call)),
+        )
 
     def __call__(self, option: Any, *tensors: Tensor | None) -> Tensor:
         """Return the output."""
+        if answer := plainness(*tensors):
+            return self.plain[answer](option, *tensors)
         if is_autocast(tensors[0]):
             return plainly(tensors[0], self, option, *tensors)
-        return self.without_autocast(option, *tensors)
-
-    def without_autocast(self, option: Any, *tensors: Tensor | None) -> Tensor:
-        """Return the output; for callers who know that autocast is off."""
-        has_kernels, has_grad = kernels_serve(), False
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            if tensor.requires_grad:
-                has_grad = True
-            if type(tensor) is not Tensor and is_dtensor(tensor):
-                has_kernels = False
-        if not has_kernels:
+        if not kernels_serve() or any(map(is_dtensor, tensors)):
             return self.reference(option, *tensors)
-        if has_grad and torch.is_grad_enabled():
+        wants = [t for t in tensors if t is not None and t.requires_grad]
+        if wants and torch.is_grad_enabled():
             return self._apply(option, *tensors)
         return self.forward(option, *tensors)[0]
 
@@ -74,8 +78,13 @@ def plainly(like: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def _function_of(name: str, forward: Any, backward: Any, reference: Any) -> type[Function]:
-    """The autograd function; it runs at every step, so count its calls."""
+def _function(name: str, forward: Any, backward: Any) -> type[Function]:
+    statics = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (Function,), statics)
+
+
+def _plain_forward(forward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    """The forward of the autograd function of plain calls."""
 
     def apply_forward(ctx: Any, option: Any, *tensors: Any) -> Tensor:
         results = forward(option, *tensors)
@@ -83,17 +92,43 @@ def _function_of(name: str, forward: Any, backward: Any, reference: Any) -> type
         ctx.option = option
         output = results[0]
         # torch lets nobody change a view in place that an autograd function has made.
-        is_view = not torch.compiler.is_compiling() and output._is_view()
+        return output.detach() if output._is_view() else output
+
+    return apply_forward
+
+
+def _output_alone(output: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same of a function that keeps nothing but its tensors: a frame less."""
+
+    def apply_forward(ctx: Any, option: Any, *tensors: Any) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.option = option
+        y = output(*tensors)
+        return y.detach() if y._is_view() else y
+
+    return apply_forward
+
+
+def _functions(forward: Any, backward: Any, reference: Any) -> tuple[Any, Any]:
+    """The forward of the autograd function of other calls, and the backward of all."""
+
+    def apply_forward(ctx: Any, option: Any, *tensors: Any) -> Tensor:
+        results = forward(option, *tensors)
+        ctx.save_for_backward(*tensors, *results[1:])
+        ctx.option = option
+        output = results[0]
+        is_view = not torch.compiler.is_compiling() and output._is_view()  # as above
         return output.detach() if is_view else output
 
     def apply_backward(ctx: Any, dy: Tensor) -> Any:
-        if is_autocast(dy):
-            return plainly(dy, apply_backward, ctx, dy)
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        # A batch of gradients (is_grads_batched=True) cannot be written to memory that is none.
-        is_batch = not torch.compiler.is_compiling() and is_legacy_batchedtensor(dy)
-        run = again if is_batch or differentiated_again() else backward
-        return (None, *run(ctx.option, needs, dy, saved))
+        saved, needs, is_compiling = ctx.saved_tensors, ctx.needs_input_grad[1:], is_compiled()
+        if (not is_compiling and not _is_any_autocast_enabled()) or not is_autocast(dy):
+            # A batch of gradients (is_grads_batched=True) cannot be written to memory that is none.
+            is_again = not is_compiling and is_legacy_batchedtensor(dy)
+            if is_again or torch.is_grad_enabled() or forward_ad._current_level >= 0:
+                return (None, *again(ctx.option, needs, dy, saved))
+            return (None, *backward(ctx.option, needs, dy, saved))
+        return plainly(dy, apply_backward, ctx, dy)
 
     def again(option: Any, needs: Sequence[bool], dy: Tensor, saved: Any) -> list[Tensor | None]:
         wanted = [i for i, needed in enumerate(needs, start=1) if needed]
@@ -103,5 +138,4 @@ def _function_of(name: str, forward: Any, backward: Any, reference: Any) -> type
             gradients[i - 1] = gradient
         return gradients
 
-    statics = {"forward": staticmethod(apply_forward), "backward": staticmethod(apply_backward)}
-    return type(name, (Function,), statics)
+    return apply_forward, apply_backward

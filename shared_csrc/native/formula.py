@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from .batching import register_vmap
-from .gradients import function_of, plain_gradients, question_of, quick_apply, refusing
+from .gradients import function_of, plain_gradients, question_of, refusing
 from .operands import is_dtensor
+from .plain import plainness
+from .plain_calls import plain_functions
 from .transforms import kernels_serve
 
 __all__ = ["Formula"]
@@ -73,7 +75,7 @@ class Formula:
         self.grads = [names.index(grad) for grad in grads]
         self.rows = {names.index(row): dims for row, dims in rows.items()}
         self.shared = [names.index(tensor) for tensor in shared]
-        self._apply = quick_apply(function_of(self, plain_backward))
+        self._differentiate(plain_backward)
         register_vmap(forward, self.rows)
         register_vmap(backward, self._rows_of_backward())
 
@@ -88,12 +90,22 @@ class Formula:
         """
         formula = copy.copy(self)
         formula.saves, formula.backward, formula.plain_backward = saves, backward, plain_backward
-        formula._apply = quick_apply(function_of(formula, refusing(self.name, backward)))
+        formula._differentiate(refusing(self.name, backward))
         register_vmap(backward, formula._rows_of_backward())
         return formula
 
+    def _differentiate(self, again: Callable[..., Any] | None) -> None:
+        """Make the functions that serve calls; ``plain`` are those of plain ones.
+
+        Who has asked :func:`~.plain.plainness` anyway calls ``formula.plain[answer]``.
+        """
+        function = function_of(self, again)
+        self._apply, self.plain = function.apply, plain_functions(self, function, again is None)
+
     def __call__(self, *arguments: Any) -> Any:
         """Return the output, or a tuple of several."""
+        if answer := plainness(*arguments[: self.tensors]):
+            return self.plain[answer](*arguments)
         if type(arguments[0]) is not Tensor and any(map(is_dtensor, arguments[: self.tensors])):
             from .shards import on_shards
 

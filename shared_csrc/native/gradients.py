@@ -7,32 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 
 from .transforms import differentiated_again
 
 
 def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function]:
-    """The autograd function for first derivatives in eager and compiled code.
+    """The autograd function for first derivatives, of all calls but plain ones.
 
-    It runs at every step, so count its calls. Its functions hold no Formula, because torch 2.10's
-    compiler does not know that class. ``again`` computes gradients that are differentiated again;
-    if it is None, ``formula.reference`` does.
+    Its functions hold no Formula, because torch 2.10's compiler does not know that class. ``again``
+    computes gradients that are differentiated again; if it is None, ``formula.reference`` does.
     """
     fused_forward, fused_backward = formula.forward, formula.backward
     reference, outputs, tensors = formula.reference, formula.outputs, formula.tensors
     grads, arrange, count = formula.grads, formula.arrange, len(formula.names)
     returns_one, shared = len(formula.results) == 1, [i for i in grads if i in formula.shared]
-    keeps, kept, picks = _places(formula, keeps_all=again is None)
-    required, materializes = _of_schema(formula)
+    keeps, kept, picks = places_of(formula, keeps_all=again is None)
+    required, materializes = required_gradients(formula)
     asks = question_of(formula) is not None
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
-        saved = arguments[:tensors] if keeps is None else [arguments[i] for i in keeps]
         made = [results] if returns_one else results
-        ctx.save_for_backward(*saved, *[made[i] for i in kept])
+        ctx.save_for_backward(*[arguments[i] for i in keeps], *[made[i] for i in kept])
         ctx.options = arguments[tensors:]
         if not materializes:
             ctx.set_materialize_grads(False)
@@ -62,23 +59,8 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
     return type(formula.name, (Function,), statics)
 
 
-def quick_apply(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` for callers who know that no transform of torch.func is around.
-
-    apply() asks that itself, which takes 2 us of 12 from a forward.
-    """
-    apply_compiled, apply = function.apply, super(Function, function).apply
-
-    def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return apply_compiled(*arguments)
-        return apply(*[unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in arguments])
-
-    return call
-
-
-def _places(formula: Any, keeps_all: bool) -> tuple[list[int] | None, list[int], list[int]]:
-    """Positions of the arguments that are kept (None: all tensors), of the results that are kept,
+def places_of(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list[int]]:
+    """Positions of the arguments that are kept, of the results that are kept,
     and of what the backward takes in ``(*kept arguments, *kept results, *options, answer)``, where
     the answer is that to :func:`question_of`.
     """
@@ -89,7 +71,7 @@ def _places(formula: Any, keeps_all: bool) -> tuple[list[int] | None, list[int],
     picks = [pool.index(name) for name in formula.saves]
     if (question := question_of(formula)) is not None:
         picks.insert(question, len(pool))
-    return None if len(keeps) == tensors else keeps, kept, picks
+    return keeps, kept, picks
 
 
 def question_of(formula: Any) -> int | None:
@@ -104,7 +86,7 @@ def question_of(formula: Any) -> int | None:
     return question
 
 
-def _of_schema(formula: Any) -> tuple[list[int], bool]:
+def required_gradients(formula: Any) -> tuple[list[int], bool]:
     """Which gradients the backward requires, and whether all."""
     takes, outputs = formula.backward._schema.arguments, formula.outputs
     required = [i for i in range(outputs) if "Optional" not in str(takes[i].type)]

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-
-from .transforms import differentiated_again
+from torch.autograd import Function, forward_ad
 
 
 class _NoSecondDerivative(Function):
@@ -46,7 +44,7 @@ def not_twice_differentiable(name: str, remedy: str) -> Callable[[Callable], Cal
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
         def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-            if not differentiated_again():
+            if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):
                 return backward(ctx, *grad_outputs)
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)

@@ -1,6 +1,7 @@
 """scale_loss: training at every level, accumulation, overflows, several losses, failures."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,30 @@ def build(level, model=None, make=torch.optim.SGD, **kwargs):
     model = model or mlp()
     optimizer = make(model.parameters(), lr=0.05)
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
+
+
+def test_python_calls_of_a_step():
+    """Of amp's own code, at O1: nothing is asked for each parameter, nor twice."""
+    model, optimizer = build("O1", nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    x, calls = torch.randn(2, 8), 0
+
+    def step():
+        loss = model(x).float().sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def note(frame, event, arg):
+        nonlocal calls
+        calls += event == "call" and "/apex/amp/" in frame.f_code.co_filename
+
+    for _ in range(3):
+        step()
+    sys.setprofile(note)
+    step()
+    sys.setprofile(None)
+    assert calls < 120
 
 
 def set_scale(scale, loss_id=0):

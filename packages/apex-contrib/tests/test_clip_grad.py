@@ -1,6 +1,7 @@
 """clip_grad_norm_ against float64, over dtypes, norms and layouts, and where torch answers."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -32,6 +33,33 @@ def parameters_of(grads):
 def make(shapes, device, *dtypes):
     grads = [torch.randn(shape, device=device) for shape in shapes]
     return [grad.to(dtypes[i % len(dtypes)]) for i, grad in enumerate(grads)]
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_foreach_changes_nothing(foreach):
+    for order in (2.0, 3.0):  # ours, and torch's
+        grads = make([(3,), (5, 7)], "cpu", torch.float32)
+        parameters, others = parameters_of(grads), parameters_of(grads)
+        norm = clip_grad_norm_(parameters, 0.1, order, foreach=foreach)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(others, 0.1, order))
+        torch.testing.assert_close([p.grad for p in parameters], [p.grad for p in others])
+
+
+def test_python_calls_do_not_grow_with_the_list():
+    seen = []
+    for count in (1, 300):
+        parameters, calls = parameters_of(make([(1,)] * count, "cpu", torch.float32)), 0
+
+        def note(frame, event, arg):
+            nonlocal calls
+            calls += event == "call"
+
+        clip_grad_norm_(parameters, 1.0)
+        sys.setprofile(note)
+        clip_grad_norm_(parameters, 1.0)
+        sys.setprofile(None)
+        seen.append(calls)
+    assert seen[0] == seen[1]
 
 
 def norm_of(order, grads):

@@ -178,7 +178,7 @@ def test_the_user_rules_it_out(is_rocm, preferred, environment, expected):
 
 
 def test_the_environment_is_asked(monkeypatch, device):
-    monkeypatch.setenv("DISABLE_ADDMM_CUDA_LT", "1")
+    monkeypatch.setattr(blaslt, "_environment", lambda: {"DISABLE_ADDMM_CUDA_LT": "1"})
     x, _, _, dy = operands(5, 8, 16, torch.bfloat16, device)
     assert dense_blaslt.weight_and_bias_gradients(dy, x) is None
 

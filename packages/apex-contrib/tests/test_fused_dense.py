@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import apex.fused_dense.fused_dense as module
 from apex.contrib._shared.native import half_products
@@ -218,12 +219,19 @@ def test_a_backward_under_autocast_changes_nothing(name, device):
 def test_16_bits_on_both_kinds_of_cpu(dtype, name, is_slow, monkeypatch):
     monkeypatch.setattr(half_products, "_slow", HALVES if is_slow else ())
     seen = []
-    linear = F.linear
-    monkeypatch.setattr(F, "linear", lambda x, *w: seen.append(x.dtype) or linear(x, *w))
+
+    class Linears(TorchFunctionMode):
+        def __torch_function__(self, called, types, args=(), kwargs=None):
+            if called is F.linear:
+                seen.append(args[0].dtype)
+            return called(*args, **(kwargs or {}))
+
     function, plain = FUNCTIONS[name]
     given = operands(name, (16,), dtype, "cpu", (32, 32, 8))
     dy = torch.randn_like(plain(*given))
-    actual = with_gradients(function, dy, given)
+    with Linears():
+        actual = with_gradients(function, dy, given)
+    assert seen
     assert {a.dtype for a in actual} == {dtype}
     assert torch.float32 in seen or not is_slow
     reference = lambda dy, *given: with_gradients(plain, dy, given)

@@ -55,7 +55,7 @@ _FUSED_SGD_ATTRIBUTES = ("materialize_master_grads", "most_recent_scale", "scale
 
 def is_fused_sgd(optimizer: Any) -> bool:
     """Whether the optimizer can unscale gradients and write the model's parameters itself."""
-    return all(hasattr(optimizer, name) for name in _FUSED_SGD_ATTRIBUTES)
+    return all(map(hasattr, [optimizer] * len(_FUSED_SGD_ATTRIBUTES), _FUSED_SGD_ATTRIBUTES))
 
 
 def _check_params(groups: list[dict[str, Any]], masters: bool) -> None:
@@ -140,7 +140,7 @@ def _amp_lazy_init(self: Any) -> None:
         with torch.no_grad():
             self._lazy_init_maybe_master_weights()
         stash.lazy_init_called = True
-    elif any(param.requires_grad for _, param in stash.frozen):
+    elif stash.frozen and any(param.requires_grad for _, param in stash.frozen):
         _adopt_unfrozen(self)
 
 
@@ -201,10 +201,8 @@ def _abort_amp_backward(self: Any) -> None:
 def _hooks(self: Any) -> tuple[Callable, Callable]:
     """What to do before and after a backward pass."""
     masters = "with" if self._amp_stash.has_masters else "no"
-    suffix = "_FusedSGD" if is_fused_sgd(self) else ""
-    names = (f"{when}_backward_{masters}_master_weights{suffix}" for when in ("prepare", "post"))
-    prepare, post = (getattr(backward, name) for name in names)
-    return prepare, post
+    kind = f"backward_{masters}_master_weights{'_FusedSGD' if is_fused_sgd(self) else ''}"
+    return getattr(backward, f"prepare_{kind}"), getattr(backward, f"post_{kind}")
 
 
 def check_is_unprocessed(optimizer: Any) -> None:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from apex.contrib._shared.native.composed import Composed
 from apex.contrib._shared.native.half_products import needs_float32
 from apex.contrib._shared.native.named_functions import NamedFunction
-from apex.contrib._shared.native.operands import FLOATS, autocast, is_autocast
+from apex.contrib._shared.native.operands import FLOATS, autocast
+from apex.contrib._shared.native.plain import plainness
 from apex.contrib.dense_blaslt import dense_gelu_gradient, dense_with_gelu
 from apex.contrib.dense_epilogue import (
     GELU,
@@ -77,7 +78,7 @@ def _gelu_dense_backward(
 ) -> list[Tensor | None]:
     x, weight1, _, weight2, _, gelu_in, hidden = saved
     dy = as_matrix(dy)
-    _, *of_second = linear_gradients((False, *needs[3:]), dy, hidden, weight2)
+    _, *of_second = linear_gradients(None, (False, *needs[3:]), dy, (hidden, weight2))
     if True not in needs[:3]:
         return [None, None, None, *of_second]
     made = dense_gelu_gradient(dy, weight2, gelu_in, needs[2])
@@ -86,7 +87,7 @@ def _gelu_dense_backward(
         made = dense_activation_backward(dhidden, as_matrix(gelu_in), GELU, needs[2])
     dgelu, dbias1 = made
     asked = *needs[:2], False
-    dx, dweight1, _ = linear_gradients(asked, as_matrix(dgelu), x, weight1)
+    dx, dweight1, _ = linear_gradients(None, asked, dgelu, (x, weight1))
     return [dx, dweight1, dbias1 if needs[2] else None, *of_second]
 
 
@@ -96,23 +97,6 @@ _gelu_dense = Composed(
     _gelu_dense_backward,
     _plain_gelu_dense,
 )
-
-
-def _is_quick(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call casts nothing, and torch would find what else is wrong with its operands.
-
-    ``F.linear`` takes 3 us for a small layer, which all checks of our own would double.
-    """
-    if type(input) is not Tensor or not isinstance(weight, Tensor) or weight.dim() != 2:
-        return False
-    dtype = input.dtype
-    if dtype is not torch.float32 and (
-        dtype not in FLOATS or input.dim() == 0 or needs_float32(input, weight)
-    ):
-        return False
-    if bias is not None and not (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]):
-        return False
-    return weight.is_meta is input.is_meta and not is_autocast(input)
 
 
 def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -168,13 +152,21 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> 
         >>> fused_dense_function(torch.randn(4, 8), torch.randn(3, 8), torch.randn(3)).shape
         torch.Size([4, 3])
     """
-    if _is_quick(input, weight, bias):
-        try:
-            if torch.is_grad_enabled():
-                return dense.without_autocast(None, input, weight, bias)
-            return dense.reference(None, input, weight, bias)  # one place, as tracers ask
-        except RuntimeError:  # of torch's checks; below it is said in our words
-            pass
+    try:
+        if (
+            (answer := plainness(input, weight, bias))
+            and weight.dim() == 2
+            and (bias is None or (bias.shape == weight.shape[:1] and not bias.is_meta))
+            and not weight.is_meta
+            and not input.is_meta
+            and (
+                input.dtype is torch.float32
+                or (input.dtype in FLOATS and input.dim() and not needs_float32(input, weight))
+            )
+        ):
+            return dense.plain[answer](None, input, weight, bias)
+    except (AttributeError, RuntimeError):  # of None, and of torch's checks: said below
+        pass
     return _apply_dense(*autocast(input, weight, bias))
 
 
@@ -279,7 +271,10 @@ class FusedDense(nn.Module):
         _reset(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return fused_dense_function(input, self.weight, self.bias)
+        parameters = self._parameters  # attributes of modules take a while to look up
+        if "weight" in parameters and "bias" in parameters:
+            return fused_dense_function(input, parameters["weight"], parameters["bias"])
+        return fused_dense_function(input, self.weight, self.bias)  # parametrized
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

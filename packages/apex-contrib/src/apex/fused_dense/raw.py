@@ -9,8 +9,8 @@ from torch import Tensor
 
 from apex.contrib._shared.native.composed import plainly
 from apex.contrib._shared.native.half_products import needs_float32
-from apex.contrib.dense_epilogue.layer import dense_backward, dense_forward
-from apex.contrib.dense_epilogue.products import check_input, check_layer
+from apex.contrib.dense_epilogue.layer import dense_forward
+from apex.contrib.dense_epilogue.products import check_input, check_layer, linear_gradients
 
 from . import fused_dense as layers
 
@@ -26,7 +26,7 @@ def dense_gradients(name: str, input: Tensor, weight: Tensor, dy: Tensor) -> lis
     check_input(name, input)
     columns = check_layer(name, input, input.shape[-1], weight, None)
     _check_result(name, "d_output", dy, input, columns)
-    run = lambda dy, *saved: dense_backward(None, (True,) * 3, dy, saved)
+    run = lambda dy, *saved: linear_gradients(None, (True,) * 3, dy, saved)
     return _run(run, [weight], dy, input, weight)
 
 

@@ -16,7 +16,6 @@ from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import autocast
 from apex.contrib.dense_epilogue import RELU, SIGMOID, decompositions, dense_activation_backward
 from apex.contrib.dense_epilogue.products import (
-    as_matrix,
     check_input,
     check_layer,
     linear_gradients,
@@ -74,7 +73,7 @@ def _backward(
         asked = True in needs[: 1 + i], needs[1 + i], wants_bias and not activation
         if has_bias:
             asked = asked[0] or True in needs[1 + count : 1 + count + i], *asked[1:]
-        dx, gradients[1 + i], sums = linear_gradients(asked, as_matrix(dy), inputs[i], layers[i][0])
+        dx, gradients[1 + i], sums = linear_gradients(None, asked, dy, (inputs[i], layers[i][0]))
         if wants_bias:
             gradients[1 + count + i] = dbias if activation else sums
         if dx is None:

@@ -192,8 +192,19 @@ class Casting:
 
         return wrapper
 
+    def _autocast(
+        self, enabled: bool, cache_enabled: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        if len(self.device_types) == 1 and not (enabled and self.verbose):
+            (device_type,) = self.device_types
+            return torch.autocast(
+                device_type, dtype=self.dtype, enabled=enabled, cache_enabled=cache_enabled
+            )
+        return self._several(enabled, cache_enabled)
+
     @contextlib.contextmanager
-    def _autocast(self, enabled: bool, cache_enabled: bool = False) -> Iterator[None]:
+    def _several(self, enabled: bool, cache_enabled: bool) -> Iterator[None]:
+        """Autocast of several devices, or one that tells of its casts."""
         with contextlib.ExitStack() as stack:
             for device_type in self.device_types:
                 context = torch.autocast(

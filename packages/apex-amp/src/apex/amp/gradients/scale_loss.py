@@ -61,8 +61,11 @@ def still_in_need(optimizers: Any) -> list[Any]:
 
 def have_masters(optimizers: Sequence[Any]) -> bool:
     """Whether one of them has master weights, maybe from an earlier call of ``initialize``."""
-    stashes = (getattr(optimizer, "_amp_stash", None) for optimizer in optimizers)
-    return any(stash is not None and stash.has_masters for stash in stashes)
+    for optimizer in optimizers:
+        stash = getattr(optimizer, "_amp_stash", None)
+        if stash is not None and stash.has_masters:
+            return True
+    return False
 
 
 @contextlib.contextmanager
@@ -122,8 +125,15 @@ def _turns(optimizers: list[Any]) -> list[tuple[Any, list[torch.Tensor]]]:
     return turns
 
 
+def _without_grads(params: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    return _grads_hidden(params) if params else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _without_grads(params: Sequence[torch.Tensor]) -> Iterator[None]:
+def _grads_hidden(params: Sequence[torch.Tensor]) -> Iterator[None]:
     grads = [param.grad for param in params]
     for param in params:
         param.grad = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -100,8 +99,11 @@ class AmpOptimizerState(AmpCAttributes):
 
     def has_grads(self) -> bool:
         """Whether a parameter of the model has a gradient."""
-        lists = self.all_fp16_params, self.all_fp32_params, self.all_fp32_from_fp32_params
-        return any(param.grad is not None for param in itertools.chain(*lists))
+        for params in (self.all_fp16_params, self.all_fp32_params, self.all_fp32_from_fp32_params):
+            for param in params:
+                if param.grad is not None:
+                    return True
+        return False
 
     def drop_scaled_grads(self) -> None:
         """Drop gradients of passes with a delayed unscaling, and the gradients from before them."""

@@ -33,7 +33,9 @@ def _imported(places: Sequence[tuple[str, str]]) -> tuple[type, ...]:
 
 def is_optimizer(value: Any) -> bool:
     """Whether amp can work with ``value``: a torch optimizer, or an ``apex.parallel.LARC``."""
-    return isinstance(value, (torch.optim.Optimizer, *_imported([("apex.parallel.LARC", "LARC")])))
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    return isinstance(value, _imported([("apex.parallel.LARC", "LARC")]))
 
 
 def inner_optimizer(value: Any) -> str:

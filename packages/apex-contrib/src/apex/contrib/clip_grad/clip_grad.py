@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .._shared.native.plain import plainness
 from .._shared.native.writes import call_counted
 from .ops import clip_grad_, clip_grad_total_norm
 
@@ -25,6 +26,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``.
 
@@ -37,6 +39,8 @@ def clip_grad_norm_(
         norm_type: the order of the norm, ``inf`` for the largest absolute value. Kernels compute
             the orders 1, 2 and infinity, and torch all others.
         error_if_nonfinite: raise where the norm is inf or NaN; this waits for the device.
+        foreach: as torch's function takes it, where that answers. Kernels always take all gradients
+            of a dtype at once.
 
     Returns:
         The norm before clipping, without dimensions, on the device of the first gradient: float32,
@@ -65,13 +69,13 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if norm_type not in _ORDERS or not _suit_kernels(grads):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    groups, norms = _norms(grads, norm_type) if norm_type in _ORDERS else ([], [])
+    if not groups:
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
 
-    groups = _grouped(grads)
-    device = grads[0].device
-    norms = [clip_grad_total_norm(group, norm_type) for group in groups]
-    total = norms[0]
+    device, total = grads[0].device, norms[0]
     if len(norms) > 1:
         stacked = torch.cat([norm.to(device) for norm in norms])
         total = torch.linalg.vector_norm(stacked, norm_type).reshape(1)
@@ -88,13 +92,29 @@ def clip_grad_norm_(
     return result
 
 
+def _norms(grads: list[Tensor], norm_type: float) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """The gradients in groups that a kernel takes, and each group's norm; nothing if none does."""
+    if not _are_distinct(grads):
+        return [], []
+    if plainness() and len({grad.dtype for grad in grads}) == 1 and not grads[0].is_meta:
+        try:
+            return [grads], [clip_grad_total_norm(grads, norm_type)]
+        except RuntimeError:  # several devices, or tensors that kernels do not take
+            pass
+    groups = _grouped(grads) if _suit_kernels(grads) else []
+    return groups, [clip_grad_total_norm(group, norm_type) for group in groups]
+
+
+def _are_distinct(grads: list[Tensor]) -> bool:
+    """Whether all are plain tensors, none of them twice; no frame for each."""
+    return set(map(type, grads)) <= _TYPES and len(set(map(id, grads))) == len(grads)
+
+
 def _suit_kernels(grads: list[Tensor]) -> bool:
     return (
-        {type(grad) for grad in grads} <= _TYPES
-        and {grad.dtype for grad in grads} <= _DTYPES
+        {grad.dtype for grad in grads} <= _DTYPES
         and {grad.layout for grad in grads} == {torch.strided}
         and all(device.type in ("cpu", "cuda") for device in {grad.device for grad in grads})
-        and len({id(grad) for grad in grads}) == len(grads)
         and all(grad.is_contiguous() or _is_dense(grad) for grad in grads)
     )
 

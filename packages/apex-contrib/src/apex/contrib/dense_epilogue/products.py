@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .._shared.native.blaslt import DTYPES
 from .._shared.native.operands import check_floating
 from ..dense_blaslt import weight_and_bias_gradients
 
@@ -21,20 +22,25 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def linear_gradients(
-    needs: Sequence[bool], dy: Tensor, x: Tensor, weight: Tensor
+    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of a layer's input, weight and bias; None for those that nobody needs.
 
-    ``dy`` is a matrix; ``x`` is ``[..., in]``, and so is its gradient.
+    The backward of a :class:`~.._shared.native.composed.Composed`. ``saved`` begins with the input
+    ``[..., in]`` and the weight; ``dy`` is ``[..., out]``.
     """
-    dx = dweight = None
+    x, weight, dx, dweight = saved[0], saved[1], None, None
+    is_matrix = x.dim() == 2
+    dy = dy if dy.dim() == 2 else as_matrix(dy)
     if needs[0]:
         dx = dy.mm(weight)
-        dx = dx if x.dim() == 2 else dx.view(x.shape)
+        dx = dx if is_matrix else dx.view(x.shape)
     if needs[1]:
-        x = as_matrix(x)
-        if needs[2] and (both := weight_and_bias_gradients(dy, x)) is not None:
-            return dx, *both
+        x = x if is_matrix else as_matrix(x)
+        if needs[2] and x.dtype in DTYPES:
+            both = weight_and_bias_gradients(dy, x)
+            if both is not None:
+                return dx, *both
         dweight = dy.t().mm(x)
     return dx, dweight, dy.sum(0) if needs[2] else None
 

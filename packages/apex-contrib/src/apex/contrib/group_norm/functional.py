@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.operands import beside, check_floating, exact
+from .._shared.native.plain import plainness
 from .group_norm_nhwc.formula import group_norm_nhwc
 
 NAME = "GroupNorm"
@@ -53,7 +54,17 @@ def group_norm(
     Source:
         Wu & He 2018, "Group normalization", https://arxiv.org/abs/1803.08494
     """
-    silu = is_silu(act)
+    silu = _ACTIVATIONS[act] if act in _ACTIVATIONS else is_silu(act)
+    try:
+        if (
+            (answer := plainness(x, weight, bias))
+            and type(eps) is float
+            and (weight is None or bias is None or weight.dtype is bias.dtype)
+            and not x.is_meta
+        ):
+            return group_norm_nhwc.plain[answer](x, weight, bias, G, eps, silu, zero_centered_gamma)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
+        pass
     check(x, G, weight, bias, eps)
     if weight is not None:
         weight = exact(beside(x, weight))

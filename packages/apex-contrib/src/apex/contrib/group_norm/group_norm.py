@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._shared.native.operands import amp_to_float32, check_floating
+from .._shared.native.operands import amp_to_float32, check_floating, is_amp
 from .custom_ops import (
     fake_group_norm_nhwc_bprop,
     fake_group_norm_nhwc_fprop,
@@ -202,9 +202,17 @@ class GroupNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` ``[N, C, *]``."""
-        (input,) = amp_to_float32(input)
-        given = (input, self.num_groups, self.weight, self.bias, self.eps, self.act)
-        norm = group_norm if self._check_legality(input) else torch_group_norm
+        if is_amp(input):
+            (input,) = amp_to_float32(input)
+        parameters = self._parameters  # attributes of modules take a while to look up
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized, or views of a flat parameter
+            weight, bias = self.weight, self.bias
+        given = (input, self.num_groups, weight, bias, self.eps, self.act)
+        pair = input.dtype, input.dtype if weight is None else weight.dtype
+        is_ours = is_nhwc(input) and (pair[0] is pair[1] or pair in self.SUPPORTED_DTYPES)
+        norm = group_norm if is_ours else torch_group_norm
         return norm(*given, zero_centered_gamma=self.zero_centered_gamma)
 
     def _check_legality(self, x: Tensor) -> bool:

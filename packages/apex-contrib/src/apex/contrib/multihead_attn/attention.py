@@ -150,7 +150,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A dense layer whose backward no autocast changes."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    return dense.without_autocast(None, x, weight, bias)
+    return dense(None, x, weight, bias)
 
 
 def _takes_sdpa(q: Tensor, k: Tensor, options: Options) -> bool:

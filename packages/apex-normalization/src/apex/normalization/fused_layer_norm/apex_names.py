@@ -27,7 +27,9 @@ class FusedLayerNormAffineFunction(NamedFunction):
         zero_centered_gamma: bool = False,
     ) -> Tensor:
         name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
-        return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
+        return run_layer_norm(
+            name, input, weight, bias, normalized_shape, eps, *options, casts=False
+        )
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
@@ -46,7 +48,9 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
     ) -> Tensor:
         name = "mixed_dtype_fused_layer_norm_affine"
         options = (memory_efficient, True, zero_centered_gamma)
-        return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
+        return run_layer_norm(
+            name, input, weight, bias, normalized_shape, eps, *options, casts=False
+        )
 
 
 class FusedLayerNormFunction(NamedFunction):
@@ -60,7 +64,14 @@ class FusedLayerNormFunction(NamedFunction):
         memory_efficient: bool = False,
     ) -> Tensor:
         return run_layer_norm(
-            "fused_layer_norm", input, None, None, normalized_shape, eps, memory_efficient
+            "fused_layer_norm",
+            input,
+            None,
+            None,
+            normalized_shape,
+            eps,
+            memory_efficient,
+            casts=False,
         )
 
 
@@ -78,7 +89,7 @@ class FusedRMSNormAffineFunction(NamedFunction):
         zero_centered_gamma: bool = False,
     ) -> Tensor:
         name, options = "fused_rms_norm_affine", (memory_efficient, False, zero_centered_gamma)
-        return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
+        return run_rms_norm(name, input, weight, normalized_shape, eps, *options, casts=False)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -96,7 +107,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     ) -> Tensor:
         name = "mixed_dtype_fused_rms_norm_affine"
         options = (memory_efficient, True, zero_centered_gamma)
-        return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
+        return run_rms_norm(name, input, weight, normalized_shape, eps, *options, casts=False)
 
 
 class FusedRMSNormFunction(NamedFunction):
@@ -109,4 +120,6 @@ class FusedRMSNormFunction(NamedFunction):
         eps: float | None,
         memory_efficient: bool = False,
     ) -> Tensor:
-        return run_rms_norm("fused_rms_norm", input, None, normalized_shape, eps, memory_efficient)
+        return run_rms_norm(
+            "fused_rms_norm", input, None, normalized_shape, eps, memory_efficient, casts=False
+        )

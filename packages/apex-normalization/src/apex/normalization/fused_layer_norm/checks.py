@@ -96,9 +96,6 @@ def check_operands(
         TypeError: ``x`` is not a floating-point tensor, or dtypes do not go together.
         ValueError: shapes or devices do not go together, or eps is out of range.
     """
-    if _is_usual(x, weight, bias, shape):
-        check_eps(name, eps)
-        return
     check_floating(name, "input", x)
     if x.is_nested:
         raise TypeError(
@@ -157,27 +154,6 @@ def rms_eps(x: Any, eps: float | None) -> float:
     if eps is not None:
         return eps
     return torch.finfo(statistics_dtype(getattr(x, "dtype", None))).eps
-
-
-def _is_usual(x: Any, weight: Any, bias: Any, shape: tuple[int, ...]) -> bool:
-    """Whether all are plain tensors of one dtype and device: saves nearly all of the checks."""
-    if type(x) is not Tensor or type(weight) is not nn.Parameter:
-        return False
-    if x.is_nested or x.layout is not torch.strided:
-        return False
-    dtype, device, size = x.dtype, x.device, weight.shape
-    if size != shape or x.shape[-len(shape) :] != size or dtype not in FLOATS:
-        return False
-    if weight.dtype != dtype or weight.device != device:
-        return False
-    if bias is None:
-        return True
-    return (
-        type(bias) is nn.Parameter
-        and bias.shape == size
-        and bias.dtype == dtype
-        and bias.device == device
-    )
 
 
 def _is_alike(parameter: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:

@@ -283,9 +283,6 @@ def run(
     """
     weight, options = parameters[0], (math.prod(shape), eps, zero_centered_gamma)
     out_dtype = _output_dtype(x, weight)
-    if x.dtype == out_dtype and len(shape) == 1 < x.dim():  # as nearly always: fewer questions
-        vectors = [p if p is None else p.contiguous() for p in parameters]
-        return formula(x.contiguous(), *vectors, *options)
     x_dtype, weight_dtype = kernel_dtypes(x.dtype, out_dtype)
     rows = as_rows(x, len(shape))
     vectors = [as_vector(p, weight_dtype) for p in parameters]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._shared.native.operands import autocast_norm, statistics_dtype
+from .._shared.native.plain import plainness
 from . import formulas
 from .checks import as_shape, check_operands, check_recoverable, rms_eps
 
 Shape = int | Sequence[int]
+_plain_layer_norm, _plain_rms_norm = formulas.layer_norm.plain, formulas.rms_norm.plain
 
 
 def run_layer_norm(
@@ -24,11 +27,32 @@ def run_layer_norm(
     memory_efficient: bool,
     mixed: bool = False,
     zero_centered_gamma: bool = False,
+    casts: bool = True,
 ) -> Tensor:
     """Check operands and run our kernels; ``name`` is the caller's.
 
-    With ``mixed`` the result has the weight's dtype.
+    With ``mixed`` the result has the weight's dtype; with ``casts`` autocast casts operands first.
     """
+    try:
+        if (
+            (answer := plainness(x, weight, bias))
+            and weight is not None
+            and not x.is_meta
+            and weight.shape == normalized_shape
+            and x.dim() > 1 == len(normalized_shape)
+            and x.size(-1) == normalized_shape[0]
+            and x.dtype is weight.dtype
+            and type(eps) is float
+            and 0.0 <= eps < math.inf
+            and not memory_efficient
+        ):
+            return _plain_layer_norm[answer](
+                x.contiguous(), weight, bias, normalized_shape[0], eps, zero_centered_gamma
+            )
+    except RuntimeError:  # of the operator's checks; below it is said in our words
+        pass
+    if casts:
+        x, weight, bias = autocast_norm(x, weight, bias)
     shape = as_shape(name, normalized_shape)
     check_operands(name, x, weight, bias, shape, eps)
     formula = formulas.layer_norm
@@ -49,8 +73,29 @@ def run_rms_norm(
     memory_efficient: bool,
     mixed: bool = False,
     zero_centered_gamma: bool = False,
+    casts: bool = True,
 ) -> Tensor:
     """As :func:`run_layer_norm`, without a bias."""
+    try:
+        if (
+            (answer := plainness(x, weight))
+            and weight is not None
+            and not x.is_meta
+            and weight.shape == normalized_shape
+            and x.dim() > 1 == len(normalized_shape)
+            and x.size(-1) == normalized_shape[0]
+            and x.dtype is weight.dtype
+            and type(eps) is float
+            and 0.0 <= eps < math.inf
+            and not memory_efficient
+        ):
+            return _plain_rms_norm[answer](
+                x.contiguous(), weight, normalized_shape[0], eps, zero_centered_gamma
+            )
+    except RuntimeError:  # as above
+        pass
+    if casts:
+        x, weight = autocast_norm(x, weight)
     shape, eps = as_shape(name, normalized_shape), rms_eps(x, eps)
     check_operands(name, x, weight, None, shape, eps)
     formula = formulas.rms_norm
@@ -122,7 +167,6 @@ def fused_layer_norm_affine(
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
-    input, weight, bias = autocast_norm(input, weight, bias)
     name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
     return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
 
@@ -134,7 +178,6 @@ def fused_layer_norm(
 
     Here ``memory_efficient`` costs no accuracy beyond the output's rounding.
     """
-    (input,) = autocast_norm(input)
     return run_layer_norm(
         "fused_layer_norm", input, None, None, normalized_shape, eps, memory_efficient
     )
@@ -155,7 +198,6 @@ def mixed_dtype_fused_layer_norm_affine(
     Every pair of float64, float32, float16 and bfloat16 works; the result is rounded once. A 16-bit
     input with float32 weights is read and written directly; other pairs cost a cast.
     """
-    input, weight, bias = autocast_norm(input, weight, bias)
     name = "mixed_dtype_fused_layer_norm_affine"
     options = (memory_efficient, True, zero_centered_gamma)
     return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
@@ -181,7 +223,6 @@ def fused_rms_norm_affine(
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
-    input, weight = autocast_norm(input, weight)
     name, options = "fused_rms_norm_affine", (memory_efficient, False, zero_centered_gamma)
     return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
 
@@ -190,7 +231,6 @@ def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` without a weight."""
-    (input,) = autocast_norm(input)
     return run_rms_norm("fused_rms_norm", input, None, normalized_shape, eps, memory_efficient)
 
 
@@ -204,7 +244,6 @@ def mixed_dtype_fused_rms_norm_affine(
     zero_centered_gamma: bool = False,
 ) -> Tensor:
     """:func:`fused_rms_norm_affine`, whose result has the weight's dtype, whatever the input's."""
-    input, weight = autocast_norm(input, weight)
     name = "mixed_dtype_fused_rms_norm_affine"
     options = (memory_efficient, True, zero_centered_gamma)
     return run_rms_norm(name, input, weight, normalized_shape, eps, *options)

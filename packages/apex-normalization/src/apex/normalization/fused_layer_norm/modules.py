@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._shared.native.operands import autocast_norm
 from .checks import as_shape, check_eps, mixed_options
 from .functional import (
     fused_layer_norm,
@@ -18,6 +17,7 @@ from .functional import (
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
     run_layer_norm,
+    run_rms_norm,
 )
 
 Shape = int | Sequence[int]
@@ -185,16 +185,18 @@ class FusedLayerNorm(_Norm):
         self.reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
+        shape, eps, efficient = self.normalized_shape, self.eps, self.memory_efficient
+        centered = self.zero_centered_gamma
         parameters = self._parameters  # attributes of modules take a while to look up
         if "weight" in parameters and "bias" in parameters:
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized, or views of a flat parameter
             weight, bias = self.weight, self.bias
-        shape, eps, efficient = self.normalized_shape, self.eps, self.memory_efficient
-        centered = self.zero_centered_gamma
         if weight is not None and type(input) is Tensor:  # what torch.fx records is none
-            name, options = "fused_layer_norm_affine", (efficient, False, centered)
-            return run_layer_norm(name, *autocast_norm(input, weight, bias), shape, eps, *options)
+            return run_layer_norm(
+                "fused_layer_norm_affine", input, weight, bias, shape, eps, efficient, False,
+                centered,
+            )  # fmt: skip
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
         return fused_layer_norm_affine(
@@ -247,12 +249,16 @@ class FusedRMSNorm(_Norm):
         self.reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, options = self.weight, (self.normalized_shape, self.eps, self.memory_efficient)
+        options = self.normalized_shape, self.eps, self.memory_efficient
+        centered, parameters = self.zero_centered_gamma, self._parameters
+        weight = parameters.get("weight")  # None also where it is parametrized
+        if weight is None:
+            weight = self.weight
+        if weight is not None and type(input) is Tensor:  # as above
+            return run_rms_norm("fused_rms_norm_affine", input, weight, *options, False, centered)
         if weight is None:
             return fused_rms_norm(input, *options)
-        return fused_rms_norm_affine(
-            input, weight, *options, zero_centered_gamma=self.zero_centered_gamma
-        )
+        return fused_rms_norm_affine(input, weight, *options, zero_centered_gamma=centered)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):

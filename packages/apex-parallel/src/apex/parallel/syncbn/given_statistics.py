@@ -70,7 +70,8 @@ class SyncBatchnormFunction(Function):
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             count = torch.full((1,), x.numel() // mean.numel(), device=x.device)
-            if group_size(ctx.process_group) > 1:
+            ctx.ranks = group_size(ctx.process_group)
+            if ctx.ranks > 1:
                 dist.all_reduce(count, group=ctx.process_group)
             w, _ = affine_vectors(x, mean.numel(), weight, None)
             grad_input = ctx.layout.restore(

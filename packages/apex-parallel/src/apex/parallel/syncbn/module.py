@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .over_ranks import SyncBatchnormFunction
+from .._shared.native.plain import plainness
+from .over_ranks import SyncBatchnormFunction, apply_plain
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -85,34 +86,35 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize ``input``; ``z`` of its shape and dtype is added before the ReLU."""
-        from_batch = self.training or self.running_mean is None
+        parameters, buffers = self._parameters, self._buffers
+        try:  # attributes of modules take a while to look up
+            weight, bias = parameters["weight"], parameters["bias"]
+            mean, var = buffers["running_mean"], buffers["running_var"]
+        except KeyError:  # parametrized, or views of a flat parameter
+            weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
+        from_batch = self.training or mean is None
         plain = z is None and not self.fuse_relu and not (self.channel_last and input.dim() > 2)
         if plain and not from_batch:
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-            )
-        tracked = self.track_running_stats and self.running_mean is not None
-        updates = self.training and tracked
-        output = SyncBatchnormFunction.apply(
+            return F.batch_norm(input, mean, var, weight, bias, eps=self.eps)
+        updates = self.training and self.track_running_stats and mean is not None
+        momentum = self.momentum if updates else 0.0
+        if momentum is None:  # a cumulative average
+            momentum = 1.0 / (float(buffers["num_batches_tracked"]) + 1.0)
+        is_plain = plainness(input, z, weight, bias)
+        output = (apply_plain if is_plain else SyncBatchnormFunction.apply)(
             input,
             z,
-            self.weight,
-            self.bias,
-            self.running_mean if updates or not from_batch else None,
-            self.running_var if updates or not from_batch else None,
+            weight,
+            bias,
+            mean if updates or not from_batch else None,
+            var if updates or not from_batch else None,
             self.eps,
             from_batch,
-            self._momentum_now() if updates else 0.0,
+            momentum,
             self.process_group,
             self.channel_last,
             self.fuse_relu,
         )
-        if updates and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        if updates and (count := buffers.get("num_batches_tracked")) is not None:
+            count.add_(1)
         return output
-
-    def _momentum_now(self) -> float:
-        """The share of this batch; with momentum None, that of a cumulative average."""
-        if self.momentum is not None:
-            return self.momentum
-        return 1.0 / (float(self.num_batches_tracked) + 1.0)

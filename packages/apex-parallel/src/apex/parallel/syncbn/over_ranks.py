@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
+from .._shared.native.plain import apply_of, plainness
 from .._shared.native.rank_statistics import reduce_sums, update_running
 from .._shared.native.transforms import refuse_transforms
 from .arrange import (
@@ -19,7 +20,6 @@ from .arrange import (
     Arrangement,
     affine_vectors,
     arrangement_of,
-    channels_of,
     check_operands,
 )
 from .ops import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw
@@ -71,7 +71,8 @@ class SyncBatchnormFunction(Function):
                 they are not None. If False, normalize by the running ones.
             momentum: share of the batch in the new running statistics.
         """
-        refuse_batch_norm_transforms()
+        if not plainness():
+            refuse_batch_norm_transforms()
         channel_last = channel_last or input.dim() == 2
         vectors = {
             "weight": weight,
@@ -79,17 +80,20 @@ class SyncBatchnormFunction(Function):
             "running_mean": running_mean,
             "running_variance": running_variance,
         }
-        check_operands(input, z, vectors, channel_last)
+        channels = check_operands(input, z, vectors, channel_last)
         layout = ctx.layout = arrangement_of(input, channel_last)
         x, added = layout.arrange(input), None if z is None else layout.arrange(z)
         if track_running_stats:
-            mean, var, inv_std, count = batch_statistics(x, layout.channel_last, eps, process_group)
+            ranks = ctx.ranks = group_size(process_group)
+            mean, var, inv_std, count = batch_statistics(
+                x, layout.channel_last, eps, process_group, ranks
+            )
             update_running(running_mean, mean, momentum)
             update_running(running_variance, var, momentum)
         else:
             mean, inv_std = given_statistics(running_mean, running_variance, eps, x.dtype)
             count = None
-        w, b = affine_vectors(x, channels_of(input, channel_last), weight, bias)
+        w, b = affine_vectors(x, channels, weight, bias)
         out = batchnorm_forward(x, added, mean, inv_std, w, b, layout.channel_last, fuse_relu)
         copy = copy_of(input, x, layout)
         relu_operands = (bias, added) if fuse_relu else (None, None)
@@ -121,6 +125,10 @@ class SyncBatchnormFunction(Function):
             grad_bias = sum_dy.to(ctx.bias_dtype)
         grad_z = ctx.layout.restore(dy) if ctx.needs_input_grad[1] else None
         return grad_input, grad_z, grad_weight, grad_bias, *[None] * 8
+
+
+apply_plain = apply_of(SyncBatchnormFunction)
+"""``SyncBatchnormFunction.apply`` of plain calls, with all arguments."""
 
 
 def copy_of(input: Tensor, x: Tensor, layout: Arrangement) -> Tensor | None:
@@ -157,8 +165,7 @@ def input_gradient(
         count = torch.ones(1, dtype=torch.int64, device=x.device)
         sum_dy = sum_dy_xmu = torch.zeros_like(mean)
     else:
-        group = ctx.process_group
-        sum_dy, sum_dy_xmu = reduce_sums(sum_dy, sum_dy_xmu, group, group_size(group))
+        sum_dy, sum_dy_xmu = reduce_sums(sum_dy, sum_dy_xmu, ctx.process_group, ctx.ranks)
     return batchnorm_backward(
         dy, x, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, ctx.layout.channel_last
     )

@@ -9,6 +9,8 @@ from .._shared.native.rank_statistics import gather_statistics
 from .arrange import NAME
 from .ops import welford_mean_var, welford_parallel
 
+_HAS_RANKS = dist.is_available()  # a fact of how torch was built
+
 
 def group_size(process_group: dist.ProcessGroup | None) -> int:
     """Number of ranks of a group, None being the world; 1 without ``torch.distributed``.
@@ -16,7 +18,7 @@ def group_size(process_group: dist.ProcessGroup | None) -> int:
     Raises:
         ValueError: this rank is not in the group.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (_HAS_RANKS and dist.is_initialized()):
         return 1
     size = dist.get_world_size(process_group)
     if size < 1:
@@ -29,12 +31,13 @@ def group_size(process_group: dist.ProcessGroup | None) -> int:
 
 
 def batch_statistics(
-    x: Tensor, channel_last: bool, eps: float, process_group: dist.ProcessGroup | None
+    x: Tensor, channel_last: bool, eps: float, process_group: dist.ProcessGroup | None, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, unbiased variance, inverse standard deviation and count over all ranks of a group.
 
     Args:
         x: contiguous, as the kernels read it; may be empty if another rank's is not.
+        ranks: how many ranks the group has.
 
     Returns:
         Three vectors ``[C]`` and the int64 ``[1]`` number of elements per channel.
@@ -44,10 +47,9 @@ def batch_statistics(
     """
     mean, biased_var = welford_mean_var(x, channel_last)
     count = x.numel() // mean.numel()
-    ranks = group_size(process_group)
     gathered = gather_statistics(mean, biased_var, count, process_group, ranks)
     means, biased_vars, counts = gathered
-    total = counts if len(counts) == 1 else counts.sum().view(1)
+    total = counts if ranks == 1 else counts.sum().view(1)
     # With two elements here there is nothing to look up, which on a GPU would wait for it.
     if count < 2 and int(total) < 2:
         raise ValueError(
