@@ -69,10 +69,9 @@ def disassemble(library: Path, arch: str) -> str:
 
 def find_cuobjdump() -> tuple[str, dict[str, str]]:
     """Return cuobjdump, and the environment in which it finds nvdisasm, which it calls."""
-    folders = [Path(os.environ[v]) / "bin" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
-    if nvcc := shutil.which("nvcc"):
-        folders.append(Path(nvcc).resolve().parent)
-    folders += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
+    # An older toolkit's may not read what the newest NVRTC makes.
+    folders = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
+    folders += [Path(os.environ[v]) / "bin" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")])
     found = shutil.which("cuobjdump", path=path)
     if found is None or shutil.which("nvdisasm", path=path) is None:
@@ -83,9 +82,9 @@ def find_cuobjdump() -> tuple[str, dict[str, str]]:
     return found, os.environ | {"PATH": path}
 
 
-def parse(text: str) -> list[Accesses]:
-    """Read what `cuobjdump -sass` prints."""
-    return [Accesses(kernel, *_count(code)) for kernel, code in kernels_of(text)]
+def accesses(kernels: list[tuple[str, str]]) -> list[Accesses]:
+    """Count the accesses of kernels, of which there are names and code."""
+    return [Accesses(kernel, *_count(code)) for kernel, code in kernels]
 
 
 def kernels_of(text: str) -> list[tuple[str, str]]:
