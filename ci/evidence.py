@@ -19,26 +19,27 @@ MACHINE_CODE = FOLDER / "costs.json"  # what ci/costs.py writes to its table
 GPU_HEADER = ROOT / "shared_csrc" / "include" / "apex" / "core" / "gpu.h"
 
 
-def of_unit(unit: str, ops: list[str], said: str, image: bytes, launched: dict) -> dict[str, list]:
-    """Return what kernels that were compiled together take.
+def of_unit(
+    op: str, compiled: list[tuple[str, bytes, str]], ops: list[str], launched: dict
+) -> dict:
+    """Return what the kernels of a source take.
 
     Args:
-        unit: of compilation, named by its op.
+        op: whose source it is.
+        compiled: of each kernel its symbol, its machine code, and what NVRTC said.
         ops: all those that may launch the kernels: a library lists each kernel for one of them.
-        said: by NVRTC.
-        image: their machine code.
-        launched: what calls are known to launch.
+        launched: the kernels that calls are known to launch.
     """
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    cubin = FOLDER / f"{unit}.cubin"
-    cubin.write_bytes(image)
-    resources = [vars(each) for each in ptxas.parse(said.splitlines(), ARCH)]
-    code = sass.kernels_of(sass.disassemble(cubin, ARCH))
+    lines = [line for _, _, said in compiled for line in said.splitlines()]
+    resources = [vars(each) for each in ptxas.parse(lines, ARCH)]
+    names = {each["symbol"]: each["kernel"] for each in resources}
+    codes = sass.disassemble([sass.code_of(image, symbol) for symbol, image, _ in compiled], ARCH)
+    kernels = [(names[symbol], code) for (symbol, *_), code in zip(compiled, codes, strict=True)]
     return {
-        "op": unit.partition(".")[0],
+        "op": op,
         "resources": resources,
-        "accesses": [vars(accesses) for accesses in sass.accesses(code)],
-        "costs": costs.machine_code(ops, resources, code, launched),
+        "accesses": [vars(accesses) for accesses in sass.accesses(kernels)],
+        "costs": costs.machine_code(ops, resources, kernels, launched),
     }
 
 
@@ -51,6 +52,7 @@ def judge(found: dict[str, dict], ops: list[str], listed: set[tuple[str, str]], 
         listed: op and short name of each of their kernels, also of those that were not compiled.
         nvrtc: its version.
     """
+    FOLDER.mkdir(parents=True, exist_ok=True)
     figures = [kernel for unit in found.values() for kernel in unit.pop("costs")]
     MACHINE_CODE.write_text(json.dumps(figures, indent=1))
     (FOLDER / "kernels.json").write_text(json.dumps(found, indent=1))

@@ -46,7 +46,7 @@ OUTPUT = ROOT / ".nox" / "kernels" / toolchain.RTC
 
 @dataclass(frozen=True)
 class Unit:
-    """The kernels that a source of an op launches, which are compiled together."""
+    """The kernels that a source of an op launches."""
 
     package: str
     name: str  # the op's, and its source's where it has several
@@ -68,8 +68,9 @@ def main(*words: str) -> None:
     versions = {str(compiler) for compiler in compilers}
     if len(versions) < 2 or not units:
         sys.exit(f"expected two versions of NVRTC and some kernels, got {versions} and {units}")
-    taken = [drawn(unit, LOT, costs.Table(), wanted) for unit in units] if has_lot else units
-    failures = show_evidence(compilers[-1], taken, units, wanted if not has_lot else sorted(ops()))
+    table = costs.Table()
+    taken = [drawn(unit, LOT, table, wanted) for unit in units] if has_lot else units
+    failures = show_evidence(compilers[-1], taken, units, [] if has_lot else wanted)
     for compiler in compilers if not os.environ.get(costs.WRITES) else ():
         for arch in architectures(compiler, has_lot, compiler is compilers[-1]):
             taken = [drawn(unit, SMALL_LOT) for unit in units] if has_lot else units
@@ -156,45 +157,49 @@ def architectures(compiler: nvrtc.Nvrtc, has_lot: bool, shows_evidence: bool) ->
 
 def show_evidence(compiler, taken: list[Unit], units: list[Unit], wanted: list[str]) -> list[str]:
     """Compile for the evidence; return what failed, else what is wrong with the machine code."""
-    found: dict[str, dict] = {}
-    failures = compile_all(compiler, evidence.ARCH, taken, found)
+    compiled: dict[int, tuple[str, bytes, str]] = {}
+    failures = compile_all(compiler, evidence.ARCH, taken, compiled)
     if failures:
         return failures
+
+    launched = costs.Table().launched()
+
+    def found(unit: Unit) -> dict:
+        kernels = [compiled[id(kernel)] for kernel in unit.kernels]
+        return evidence.of_unit(unit.op, kernels, [*unit.folders], launched)
+
+    with ThreadPoolExecutor(int(os.environ["MAX_JOBS"])) as pool:
+        facts = dict(
+            zip((f"{u.package}/{u.name}" for u in taken), pool.map(found, taken), strict=True)
+        )
     listed = {(unit.op, short_name(kernel)) for unit in units for kernel in unit.kernels}
-    in_order = {name: found[name] for name in sorted(found)}
-    return evidence.judge(in_order, wanted or sorted(ops()), listed, str(compiler))
+    return evidence.judge(facts, wanted or sorted(ops()), listed, str(compiler))
 
 
-def compile_all(
-    compiler: nvrtc.Nvrtc, arch: str, units: list[Unit], found: dict[str, dict] | None = None
-) -> list[str]:
-    """Compile the kernels for an architecture; return the complaints. `found` gets evidence."""
-    start, launched = time.monotonic(), costs.Table().launched()
+def compile_all(compiler, arch: str, units: list[Unit], compiled: dict | None = None) -> list[str]:
+    """Compile the kernels for an architecture, into `compiled` too; return the complaints."""
+    start = time.monotonic()
 
-    def complaints(unit: Unit) -> list[str]:
+    def complaints(listed: tuple[Unit, rtc.Kernel]) -> list[str]:
+        unit, kernel = listed
         try:
-            names, program, options = rtc.program(unit.kernels, unit.folders, arch)
+            name, program, options = rtc.program(kernel, unit.folders, arch)
             options = [*options, evidence.VERBOSE]
-            symbols, image, said = compiler.compile(program, names, options)
+            symbol, image, said = compiler.compile(program, name, options)
         except BuildError as error:
-            together = [f"NVRTC {compiler} for {arch}, {unit.name}: {error}"]
-            if len(unit.kernels) == 1:
-                return together
-            alone = [replace(unit, kernels=[kernel]) for kernel in unit.kernels]
-            return [line for one in alone for line in complaints(one)] or together
-        if not all(symbols) or not image.startswith(b"\x7fELF"):
-            return [f"{', '.join(names)}: gave no machine code"]
-        if found is not None:
-            name, known = f"{unit.package}/{unit.name}", list(unit.folders)
-            found[name] = evidence.of_unit(unit.name, known, said, image, launched)
+            return [f"NVRTC {compiler} for {arch}, {unit.name}: {error}"]
+        if not symbol or not image.startswith(b"\x7fELF"):
+            return [f"{name}: gave no machine code"]
+        if compiled is not None:
+            compiled[id(kernel)] = symbol, image, said
         return [f"NVRTC {compiler}, {unit.name}: {line}" for line in worth_reading(said)]
 
-    largest_first = sorted(units, key=lambda unit: -len(unit.kernels))
+    kernels = [(unit, kernel) for unit in units for kernel in unit.kernels]
     with ThreadPoolExecutor(int(os.environ["MAX_JOBS"])) as pool:
-        failures = [line for lines in pool.map(complaints, largest_first) for line in lines]
+        failures = [line for lines in pool.map(complaints, kernels) for line in lines]
     print(
-        f"NVRTC {compiler} for {arch}: {sum(len(unit.kernels) for unit in units)} kernels, "
-        f"{len(failures)} failed, in {time.monotonic() - start:.0f} s",
+        f"NVRTC {compiler} for {arch}: {len(kernels)} kernels, {len(failures)} failed, in "
+        f"{time.monotonic() - start:.0f} s",
         flush=True,
     )
     return failures

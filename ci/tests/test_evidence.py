@@ -1,6 +1,7 @@
-"""Registers, spills and the width of memory accesses, read from what ptxas and cuobjdump print."""
+"""Registers, spills and the width of memory accesses, read from what ptxas and nvdisasm print."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -80,14 +81,14 @@ def test_shared_variables_beside_dynamic_memory_are_limited():
 
 
 def test_accesses_are_counted():
-    (accesses,) = sass.accesses(sass.kernels_of(SASS))
+    (accesses,) = sass.accesses([(SCALE, SASS)])
     # Shared (LDS, STS) and constant (LDC) memory do not count; predicated instructions do.
     assert accesses == sass.Accesses(SCALE, 4, 2, 3, 5)
 
 
 @pytest.mark.parametrize(("letter", "what"), [("LDG", "loads"), ("STG", "stores")])
 def test_narrow_kernels_pass_only_by_name(letter, what):
-    code = sass.kernels_of(SASS.replace(f"{letter}.E.128", f"{letter}.E.64"))
+    code = [(SCALE, SASS.replace(f"{letter}.E.128", f"{letter}.E.64"))]
     kernel = vars(sass.accesses(code)[0])
     (complaint,) = sass.narrow_kernels("scale", [kernel], [])
     assert f"scale: {SCALE} has no 128-bit {what}" in complaint
@@ -179,17 +180,67 @@ def test_a_number_of_the_table_that_differs_is_a_complaint(judge, monkeypatch):
     assert json.loads(evidence.MACHINE_CODE.read_text()) == op["costs"]
 
 
-def test_what_a_unit_takes(tmp_path, monkeypatch):
+def elf(symbol, code):
+    """Return an ELF file of two sections: names, and the instructions of a kernel."""
+    names = f"\0.shstrtab\0.text.{symbol}\0".encode()
+    header = b"\x7fELF".ljust(40, b"\0") + struct.pack("<QIHHHHHH", 64, 0, 64, 0, 0, 64, 3, 1)
+    places = [(0, 0, 0), (1, 256, len(names)), (11, 256 + len(names), len(code))]
+    sections = [
+        struct.pack("<IIQQQQ", n, 1, 0, 0, at, size).ljust(64, b"\0") for n, at, size in places
+    ]
+    return header + b"".join(sections) + names + code
+
+
+def test_instructions_are_a_section_of_the_machine_code():
+    image = elf("kernel", b"instructions")
+    assert sass.code_of(image, "kernel") == b"instructions"
+    with pytest.raises(ValueError, match="no kernel kern"):
+        sass.code_of(image, "kern")
+
+
+NVDISASM = """#!/bin/sh
+printf '\\t.headerflags\\n'
+for at in 0000 0010 0020; do printf '        /*%s*/     MOV R1, c[0x0][0x28] ;\\n' $at; done
+"""
+
+
+@pytest.fixture
+def nvdisasm(tmp_path, monkeypatch):
+    """Put one on PATH that shows three instructions, whatever it is given."""
+    program = tmp_path / "nvdisasm"
+    program.write_text(NVDISASM)
+    program.chmod(0o755)
+    monkeypatch.setattr(sass.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+@pytest.mark.usefixtures("nvdisasm")
+def test_each_kernel_has_its_instructions():
+    first, second = sass.disassemble([b"i" * 16, b"i" * 32], "sm_90")
+    assert first.count("MOV") == 1
+    assert [line.split()[0] for line in second.splitlines()] == ["/*0010*/", "/*0020*/"]
+    with pytest.raises(RuntimeError, match=r"nvdisasm -b SM90 .* did not show all instructions"):
+        sass.disassemble([b"i" * 64], "sm_90")
+
+
+def test_without_nvdisasm(monkeypatch):
+    monkeypatch.setattr(sass.shutil, "which", lambda name, path: None)
+    with pytest.raises(FileNotFoundError, match="pip install nvidia-cuda-nvdisasm"):
+        sass.disassemble([], "sm_90")
+
+
+def test_what_the_kernels_of_a_source_take(monkeypatch):
     """A library lists a kernel for one op; the table may name another one that launches it."""
-    monkeypatch.setattr(evidence, "FOLDER", tmp_path / "new")
-    monkeypatch.setattr(sass, "disassemble", lambda file, arch: SASS * (file.read_bytes() == b"E"))
+    symbols = [each["symbol"] for each in resources("multi_tensor_scale")]
+    monkeypatch.setattr(sass, "disassemble", lambda codes, arch: [SASS for _ in codes])
     launched = {("other", SCALE): {"block": 256, "shared": 0}}
-    ops = ["multi_tensor_scale", "other"]
+    said = LOGS["multi_tensor_scale"]
+    compiled = [(symbols[0], elf(symbols[0], b""), said), (symbols[1], elf(symbols[1], b""), "")]
     found = evidence.of_unit(
-        "multi_tensor_scale.x", ops, LOGS["multi_tensor_scale"], b"E", launched
+        "multi_tensor_scale", compiled, ["multi_tensor_scale", "other"], launched
     )
     assert found["op"] == "multi_tensor_scale"
     assert [each["registers"] for each in found["resources"]] == [36, 90]
-    assert [each["wide_loads"] for each in found["accesses"]] == [4]
+    assert [each["wide_loads"] for each in found["accesses"]] == [4, 4]
     (kernel,) = found["costs"]
     assert (kernel["op"], kernel["kernel"], kernel["registers"]) == ("other", SCALE, 36)

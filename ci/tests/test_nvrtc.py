@@ -1,5 +1,6 @@
 """ci/nvrtc.py with compilers that are not there: what it compiles, and what it complains of."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,11 @@ class FakeNvrtc:
     def __str__(self):
         return self.version
 
-    def compile(self, program, names, options):
-        self.seen.append((names, options))
-        if BAD in names:
-            raise nvrtc.BuildError(f"NVRTC {self} did not compile {names}: no header optional")
-        return ["symbol"] * len(names), b"" if EMPTY in names else b"\x7fELF code", self.said
+    def compile(self, program, name, options):
+        self.seen.append((name, options))
+        if name == BAD:
+            raise nvrtc.BuildError(f"NVRTC {self} did not compile {name}: no header optional")
+        return "symbol", b"" if name == EMPTY else b"\x7fELF code", self.said
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def named(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "2")
     program = nvrtc.rtc.program
     monkeypatch.setattr(
-        nvrtc.rtc, "program", lambda kernels, folders, a: ([k.name for k in kernels], "text", [a])
+        nvrtc.rtc, "program", lambda kernel, folders, arch: (kernel.name, "program", [arch])
     )
     monkeypatch.setattr(nvrtc, "short_name", lambda kernel: kernel.name)
     return program
@@ -41,27 +42,15 @@ def unit(*names, op="my_op"):
     return nvrtc.Unit("apex-contrib", op, kernels, {"my_op": None, "other": None})
 
 
-def test_a_unit_is_compiled_at_once_and_where_that_fails_kernel_by_kernel(capsys):
+def test_each_kernel_is_compiled_and_those_that_fail_are_named(capsys):
     compiler = FakeNvrtc("12.6", 80, 90)
     complaints = nvrtc.compile_all(compiler, "sm_90", [unit(GOOD, GOOD), unit(GOOD, BAD)])
     assert complaints == [
-        f"NVRTC 12.6 for sm_90, my_op: NVRTC 12.6 did not compile ['{BAD}']: no header optional"
+        f"NVRTC 12.6 for sm_90, my_op: NVRTC 12.6 did not compile {BAD}: no header optional"
     ]
     options = ["sm_90", "--ptxas-options=-v"]
-    compiled = [[GOOD, GOOD], [GOOD, BAD], [GOOD], [BAD]]
-    assert sorted(compiler.seen) == sorted((names, options) for names in compiled)
+    assert sorted(compiler.seen) == sorted((name, options) for name in (GOOD, GOOD, GOOD, BAD))
     assert "NVRTC 12.6 for sm_90: 4 kernels, 1 failed" in capsys.readouterr().out
-
-
-def test_kernels_that_fail_together_alone_fail_too(monkeypatch):
-    compile = FakeNvrtc.compile
-    monkeypatch.setattr(
-        FakeNvrtc,
-        "compile",
-        lambda self, text, names, options: compile(self, text, names[1:] and [BAD], options),
-    )
-    (complaint,) = nvrtc.compile_all(FakeNvrtc("12.6"), "sm_90", [unit(GOOD, GOOD)])
-    assert "no header optional" in complaint
 
 
 def test_no_code_and_warnings_are_complaints():
@@ -124,44 +113,47 @@ def run(monkeypatch):
     monkeypatch.setattr(nvrtc.nvrtc, "libraries", lambda: list(compilers))
     monkeypatch.setattr(nvrtc.nvrtc, "Nvrtc", compilers.get)
     monkeypatch.setattr(nvrtc, "packages", lambda: ["package"])
-    built = [unit(GOOD, op="syncbn"), unit(*"abcdefghij", op="xentropy")]
+    rows = [f"rows<{i}>" for i in range(10)]
+    built = [unit(*rows, op="syncbn"), unit(*rows[1:], GOOD, op="xentropy")]
     monkeypatch.setattr(nvrtc, "units_of", lambda package, wanted, has_wheels: built)
-    monkeypatch.setattr(nvrtc.evidence, "of_unit", lambda unit, *rest: {"op": unit})
+    monkeypatch.setattr(nvrtc.evidence, "of_unit", lambda op, *rest: {"op": op})
     monkeypatch.setattr(nvrtc.evidence, "judge", lambda *words: judged.append(words) or [])
 
     def run(*words):
         nvrtc.main(*words)
-        sizes = [
-            (version, options[0], len(names))
+        seen = Counter(
+            (version, options[0])
             for version, compiler in compilers.items()
-            for names, options in compiler.seen
-        ]
-        return sorted(sizes), judged[0]
+            for _, options in compiler.seen
+        )
+        return seen, judged[0]
 
     return run
 
 
 def test_the_evidence_is_of_the_newest_and_the_rest_for_all_others(run, monkeypatch):
     monkeypatch.delenv(costs.WRITES, raising=False)
-    sizes, (found, ops, listed, version) = run("syncbn", "xentropy")
+    seen, (found, ops, listed, version) = run("syncbn", "xentropy")
     archs = [("12.6", "sm_75"), ("12.6", "sm_80"), ("13.2", "sm_80"), ("13.2", "sm_90")]
-    assert sizes == [(*each, count) for each in archs for count in (1, 10)]
+    assert seen == dict.fromkeys(archs, 20)
     assert list(found) == ["apex-contrib/syncbn", "apex-contrib/xentropy"]
     assert (ops, version) == (["syncbn", "xentropy"], "13.2")
-    assert listed == {("syncbn", GOOD), *(("xentropy", name) for name in "abcdefghij")}
+    assert {("syncbn", "rows<0>"), ("xentropy", GOOD)} < listed
 
 
 def test_the_table_is_written_from_the_evidence_alone(run, monkeypatch):
     monkeypatch.setenv(costs.WRITES, "1")
-    assert {each[:2] for each in run("syncbn")[0]} == {("13.2", "sm_90")}
+    assert run("syncbn")[0] == {("13.2", "sm_90"): 20}
 
 
 def test_where_ci_samples_all_kernels_of_the_named_ops_and_a_lot_of_others(run, monkeypatch):
     monkeypatch.delenv(costs.WRITES, raising=False)
-    sizes, (_, ops, listed, _) = run("--lot", "xentropy")
-    assert [size for size in sizes if size[1] == "sm_90"] == [("13.2", "sm_90", n) for n in (1, 10)]
-    assert len({arch for version, arch, _ in sizes if version == "12.6"}) == 1
-    assert len(listed) == 11
+    seen, (_, ops, listed, _) = run("--lot", "xentropy")
+    assert seen["13.2", "sm_90"] == 10 + nvrtc.LOT
+    # Of syncbn one engine, of xentropy two, the second of which has one kernel.
+    assert seen["13.2", "sm_80"] == 2 * nvrtc.SMALL_LOT + 1
+    assert seen["12.6", "sm_75"] + seen["12.6", "sm_80"] == 2 * nvrtc.SMALL_LOT + 1
+    assert len(listed) == 20
     assert ops == sorted(nvrtc.ops())
 
 

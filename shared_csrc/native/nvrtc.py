@@ -88,19 +88,17 @@ class Nvrtc:
     def __str__(self) -> str:
         return "{}.{}".format(*self.version)
 
-    def compile(
-        self, source: str, names: Sequence[str], options: Sequence[str]
-    ) -> tuple[list[str], bytes, str]:
-        """Compile the kernels of a program that expressions name.
+    def compile(self, source: str, name: str, options: Sequence[str]) -> tuple[str, bytes, str]:
+        """Compile the kernel of a program that an expression names.
 
         Args:
-            source: the program, which includes the kernels' templates.
-            names: such as ``apex::cuda::rowwise_kernel<...>``.
+            source: the program, which includes the kernel's template.
+            name: such as ``apex::cuda::rowwise_kernel<...>``.
             options: beside :data:`OPTIONS`; one is ``--gpu-architecture=``.
 
         Returns:
-            The kernels' symbols, machine code (``sm_``) or PTX (``compute_``) with them, and what
-            the compiler said.
+            The kernel's symbol, machine code (``sm_``) or PTX (``compute_``) with it, and what the
+            compiler said.
 
         Raises:
             BuildError: it does not compile; with the compiler's words.
@@ -108,27 +106,22 @@ class Nvrtc:
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", *_program(program, source))
         try:
-            for name in names:
-                self._call("nvrtcAddNameExpression", program, name.encode())
+            self._call("nvrtcAddNameExpression", program, name.encode())
             words = [word.encode() for word in (*OPTIONS, *options)]
             given = (ctypes.c_char_p * len(words))(*words)
             status = self._library.nvrtcCompileProgram(program, len(words), given)
             said = self._text("ProgramLog", program).decode(errors="replace")
             if status != _SUCCESS:
-                what = ", ".join(names)
                 raise BuildError(
-                    f"NVRTC {self} did not compile {what}: {self._error(status)}\n{said[:2000]}"
+                    f"NVRTC {self} did not compile {name}: {self._error(status)}\n{said[:2000]}"
                 )
+            symbol = ctypes.c_char_p()
+            self._call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(symbol))
             is_ptx = any("architecture=compute_" in word for word in options)
             image = self._text("PTX" if is_ptx else "CUBIN", program)
-            return [self._symbol(program, name) for name in names], image, said
+            return (symbol.value or b"").decode(), image, said
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
-
-    def _symbol(self, program: ctypes.c_void_p, name: str) -> str:
-        symbol = ctypes.c_char_p()
-        self._call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(symbol))
-        return (symbol.value or b"").decode()
 
     def _text(self, kind: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()

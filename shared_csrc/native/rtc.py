@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,19 @@ logger = logging.getLogger("apex")
 
 STANDARD = toolchain.INCLUDE / "apex" / "rtc" / "standard.h"
 # The driver copies parameters by sizes that are in the machine code: g++ must count the same ones.
-_PARAMETER_BYTES = """\
+_PARAMETERS = """\
 template <class>
 struct ParameterBytes;
 template <class... Parameters>
-struct ParameterBytes<void (*)(Parameters...)> {
-  static constexpr unsigned long count() {
+struct ParameterBytes<void (*)(Parameters...)> {{
+  static constexpr unsigned long count() {{
     unsigned long bytes = 0;
     ((bytes = (bytes + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) +
               sizeof(Parameters)),
      ...);
     return bytes;
-  }
-};
-"""
-_PARAMETERS = """\
+  }}
+}};
 static_assert(ParameterBytes<decltype(&{name})>::count() == {bytes},
               "the host's compiler counts other bytes of parameters");
 """
@@ -217,8 +215,8 @@ def compiled(
                     f"`python -m apex.<package> --compile {architecture}`."
                 )
             _say(kind, root)
-            names, text, options = program([kernel], op_folders, architecture)
-            (symbol,), image, _ = compiler.compile(text, names, options)
+            name, text, options = program(kernel, op_folders, architecture)
+            symbol, image, _ = compiler.compile(text, name, options)
             kept = symbol, image
             if root:
                 _keep(root / key, *kept)
@@ -322,20 +320,19 @@ def listed(library: ctypes.CDLL) -> list[Kernel]:
 
 
 def program(
-    kernels: Sequence[Kernel], op_folders: dict[str, Path], architecture: str
-) -> tuple[list[str], str, list[str]]:
-    """What NVRTC is given for kernels of a unit: their names, the program, and options.
+    kernel: Kernel, op_folders: dict[str, Path], architecture: str
+) -> tuple[str, str, list[str]]:
+    """What NVRTC is given for a kernel: its name, the program, and options.
 
     Raises:
-        BuildError: a kernel cannot be named.
+        BuildError: the kernel cannot be named.
     """
-    names = [expression(kernel.name.decode()) for kernel in kernels]
-    headers, _ = _headers(_source_of(kernels[0].unit.decode(), op_folders))
-    lines = [f'#include "{header}"\n' for header in headers] + [_PARAMETER_BYTES]
-    for kernel, name in zip(kernels, names, strict=True):
-        lines.append(_PARAMETERS.format(name=name, bytes=kernel.parameter_bytes))
+    name = expression(kernel.name.decode())
+    headers, _ = _headers(_source_of(kernel.unit.decode(), op_folders))
+    lines = [f'#include "{header}"\n' for header in headers]
+    lines.append(_PARAMETERS.format(name=name, bytes=kernel.parameter_bytes))
     options = [f"--gpu-architecture={architecture}", f"-I{toolchain.INCLUDE}"]
-    return names, "".join(lines), options
+    return name, "".join(lines), options
 
 
 def _source_of(unit: str, op_folders: dict[str, Path]) -> Path:
