@@ -1,5 +1,6 @@
 """ci/nvrtc.py with compilers that are not there: what it compiles, and what it complains of."""
 
+import zipfile
 from collections import Counter
 from types import SimpleNamespace
 
@@ -155,6 +156,14 @@ def test_where_ci_samples_all_kernels_of_the_named_ops_and_a_lot_of_others(run, 
     assert seen["12.6", "sm_75"] + seen["12.6", "sm_80"] == 2 * nvrtc.SMALL_LOT + 1
     assert len(listed) == 20
     assert ops == sorted(nvrtc.ops())
+
+
+def test_the_library_of_a_wheel(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.writestr("apex/amp/_kernels/cuda-rtc.so", "library")
+        wheel.writestr("apex/amp/_kernels/cpu.so", "another")
+    library = nvrtc.unpacked(tmp_path / "a.whl", "cuda-rtc.so", tmp_path / "new")
+    assert library.read_text() == "library"
 
 
 @pytest.mark.parametrize(("count", "listed"), [(1, [unit(GOOD)]), (2, [])])
