@@ -41,6 +41,8 @@ SAMPLES = bool(os.environ.get("APEX_CI_SAMPLE"))
 # Wheels have kernels for every ISA level if they or all of CI are asked for; tests run on the best.
 ALL_LEVELS = {"build", "ci"} & {*sys.argv} or "APEX_CPU_LEVELS" in os.environ
 LEVELS = {} if ALL_LEVELS else {"APEX_CPU_LEVELS": workspace.best_level()}
+# Of wheels; "0" keeps a toolkit that happens to be there from making them other ones.
+BUILDING = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0", **os.environ, **LEVELS}
 # A process of pytest-xdist per core, and the same with one thread each.
 PARALLEL = ["-n", str(len(os.sched_getaffinity(0)))]
 ONE_THREAD = [*PARALLEL, "-o", "apex_threads=1"]
@@ -138,12 +140,10 @@ def lint(session):
 @stages.timed
 def build(session):
     """Build sdists, and from them wheels with CPU kernels, into dist/ (-- PACKAGE for one)."""
-    # "0" keeps a toolkit that happens to be there from making the wheel another one.
-    environment = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0", **os.environ, **LEVELS}
     for level in LEVELS.values():
         stages.note(f"{level} alone: this machine's best ISA level")
     wanted = [a for a in session.posargs if a in PACKAGES] or PACKAGES
-    stale = workspace.stale_packages(wanted, environment)
+    stale = workspace.stale_packages(wanted, BUILDING)
     if not stale:
         session.log("dist/ is up to date")
         return
@@ -152,10 +152,10 @@ def build(session):
         for old in workspace.artifacts(package, "*"):
             old.unlink()
         command = ["python", "-m", "build", "--no-isolation", "--outdir", str(DIST)]
-        session.run(*command, f"packages/{package}", env=environment | COMPILING)
+        session.run(*command, f"packages/{package}", env=BUILDING | COMPILING)
         made = map(str, workspace.artifacts(package, "*.whl"))
         session.run("python", "ci/check_wheel.py", "--local", *made)
-        workspace.record_built(package, environment)
+        workspace.record_built(package, BUILDING)
 
 
 @nox.session
@@ -295,12 +295,10 @@ def clients(session, client):
 
 
 def install_nvcc(session):
-    """Take nvcc, and what reads machine code, from the package index where PATH has none."""
-    cuda, tools = MATRIX["cuda"], ("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
+    """Take nvcc from the package index where PATH has none."""
     if not shutil.which("nvcc"):
-        install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={cuda['toolkit']}")
-    if not shutil.which("cuobjdump"):
-        install(session, *(f"{tool}=={cuda['disassembler']}" for tool in tools))
+        toolkit = MATRIX["cuda"]["toolkit"]
+        install(session, f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={toolkit}")
 
 
 @nox.session
@@ -328,10 +326,12 @@ def gpu_wheels(session):
     session.log(f"on the machine with the GPU: python ci/gpu.py --wheels {folder}")
 
 
-def run_on_checkout(session, script, *first):
+def run_on_checkout(session, script, *first, tools=()):
     """Run a script of ci/ that compiles, with the packages as they are in this checkout."""
     editable = [word for p in PACKAGES for word in ("-e", f"packages/{p}[test]")]
     install(session, f"torch=={TORCH}", "ninja", "filelock", "pytest-xdist", *editable)
+    if tools:
+        install(session, *tools)  # by itself: torch asks for another NVRTC
     command = ["python", f"ci/{script}.py", *first, *session.posargs]
     session.run(*command, env=TEST_ENVIRONMENT | COMPILING)
 
@@ -386,7 +386,7 @@ def compile_for_arm64(session, ops, *, alone):
     session.run("python", "-m", "pytest", "-q", *PARALLEL, "-k", own, *tests, env=environment)
 
 
-COMPILED = ["cuda", "nvrtc", "hip", "cpu", *MATRIX["cpu"]["compilers"], "aarch64"]
+COMPILED = ["cuda", "hip", "cpu", *MATRIX["cpu"]["compilers"], "aarch64", "nvrtc"]
 
 
 @nox.session(tags=["ci"])
@@ -398,10 +398,8 @@ def kernels(session, compiler):
     if rest:
         session.error(f"expected ops alone, got {' '.join(rest)}")
     alone = bool(ops)
-    # nvcc takes all ops for one architecture (ci/kernels.py): spills are seen nowhere else.
     if SAMPLES and not ops:
-        sample = cover.sampled_ops()
-        ops = sample if compiler != "cuda" else ops
+        ops = cover.sampled_ops()
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
     if compiler in MATRIX["cpu"]["compilers"]:
         compile_with(session, compiler, ops, alone=alone)
@@ -410,8 +408,11 @@ def kernels(session, compiler):
     elif compiler == "cpu":
         session.run("python", "ci/vectors.py", *ops)
     elif compiler == "nvrtc":
-        install(session, "filelock", *MATRIX["cuda"]["nvrtc"])
-        session.run("python", "ci/nvrtc.py", *ops, env=COMPILING)
+        install(session, "filelock", *MATRIX["cuda"]["nvrtc"])  # after torch, which has another
+        options = cover.lot_of_kernels() if SAMPLES and not alone else []
+        if not alone and not workspace.stale_packages(PACKAGES, BUILDING):
+            options = [*options, "--wheels"]
+        session.run("python", "ci/nvrtc.py", *options, *ops, env=COMPILING)
     else:
         if compiler == "cuda":
             install_nvcc(session)
@@ -434,8 +435,7 @@ def emulate(session):
 def costs(session):
     """Count what calls cost on a GPU, without one, into ci/gpu_costs.toml (-- OP... for some)."""
     ops_first(session)
-    install_nvcc(session)
-    run_on_checkout(session, "costs")
+    run_on_checkout(session, "costs", tools=MATRIX["cuda"]["nvrtc"])
 
 
 @nox.session

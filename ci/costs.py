@@ -4,13 +4,13 @@ python ci/costs.py [OP...]
 
 Two parts of the table come from two places: calls (launches, bytes, Python) from the emulated GPU
 (ci/cost_counts.py), machine code (registers, bytes under way) of the kernels that they launch from
-what `nox -s kernels` compiles. `nox -s emulate` and `nox -s kernels` compare their part with the
-file; a number that differs fails the run. docs/guides/gpu-costs.md says how to read it.
+what NVRTC compiles. `nox -s emulate` and `nox -s kernels` compare their part with the file; a
+number that differs fails the run. docs/guides/gpu-costs.md says how to read it.
 """
 
+import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -233,11 +233,11 @@ def unlike(table: Table, tools: dict[str, str]) -> tuple[str, ...]:
 # Machine code, of kernels that the calls of the file launch.
 
 
-def machine_code(op: str, resources: list[dict], text: str, wanted: dict) -> list[dict]:
-    """Return the facts of the wanted kernels of an op, from ptxas and from `cuobjdump -sass`."""
+def machine_code(ops: list[str], resources: list[dict], kernels: list, wanted: dict) -> list[dict]:
+    """Return the facts of the wanted kernels for each op that launches one, by ptxas and SASS."""
     by_name = {facts["kernel"]: facts for facts in resources}
     found = []
-    for name, code in sass.kernels_of(text):
+    for (name, code), op in itertools.product(kernels, ops):
         if (op, name) not in wanted:
             continue
         facts, loop = by_name[name], sass.hot_loop(name, code)
@@ -268,11 +268,11 @@ def resident_threads(registers: int, block: int, shared_bytes: int) -> int:
     return blocks * warps * 32
 
 
-def check_kernels(found: list[dict], ops: list[str], nvcc: str, table: Table | None = None):
-    """Return what differs between machine code and the file. For `nox -s kernels`."""
+def check_kernels(found: list[dict], ops: list[str], nvrtc: str, table: Table | None = None):
+    """Return what differs between machine code and the file. For `nox -s "kernels(nvrtc)"`."""
     table = table or Table()
-    if table.tools.get("nvcc") != nvcc:
-        print(f"costs: machine code is not compared: nvcc {nvcc} is not {TABLE.name}'s")
+    if table.tools.get("nvrtc") != nvrtc:
+        print(f"costs: machine code is not compared: NVRTC {nvrtc} is not {TABLE.name}'s")
         return []
     now = {kernel_key(facts): facts for facts in found}
     wrong = []
@@ -284,28 +284,14 @@ def check_kernels(found: list[dict], ops: list[str], nvcc: str, table: Table | N
     return wrong
 
 
-def nvcc_version() -> str:
-    from native import toolchain
-
-    command = [*toolchain.compiler_for("cuda"), "--version"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return re.search(r"release (\d+\.\d+)", text)[1]
-
-
-def kernels_of_ops(ops: list[str]) -> None:
-    """Compile ops for the architecture of the evidence; figures go to .nox/kernels."""
-    from ci.kernels import EVIDENCE_ARCH
-
-    command = [sys.executable, str(ROOT / "ci" / "kernels.py"), "cuda", EVIDENCE_ARCH, "--", *ops]
-    subprocess.run(command, env=os.environ | {WRITES: "1"}, check=True)
-
-
-# Set where ci/kernels.py is to leave figures, which are written to the table afterwards.
+# Set where ci/nvrtc.py is to leave figures, which are written to the table afterwards.
 WRITES = "APEX_COSTS_WRITE"
 
 
 def main(*ops: str) -> None:
-    from ci import emulate, kernels
+    from native.nvrtc import Nvrtc, libraries
+
+    from ci import emulate, evidence
 
     wanted = list(ops) or sorted(workspace.ops())
     emulate.build_ops(wanted)
@@ -317,10 +303,12 @@ def main(*ops: str) -> None:
     table.kernels = {key: facts for key, facts in table.kernels.items() if key in launched}
     table.write()  # which kernels there are decides what is read of the machine code
     calls = [call for key, call in table.calls.items() if key[0] in wanted]
-    kernels_of_ops(sorted({kernel["op"] for call in calls for kernel in call["kernels"]}))
-    found = json.loads(kernels.MACHINE_CODE.read_text())
+    launching = sorted({kernel["op"] for call in calls for kernel in call["kernels"]})
+    command = [sys.executable, str(ROOT / "ci" / "nvrtc.py"), *launching]
+    subprocess.run(command, env=os.environ | {WRITES: "1"}, check=True)
+    found = json.loads(evidence.MACHINE_CODE.read_text())
     table.kernels |= {kernel_key(facts): facts for facts in found}
-    table.tools["nvcc"] = nvcc_version()
+    table.tools["nvrtc"] = str(Nvrtc(libraries()[-1]))
     table.write()
 
 

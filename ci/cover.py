@@ -20,6 +20,8 @@ from native import sources
 
 INCLUDE = ROOT / "shared_csrc" / "include"
 BY_LOT = 2
+# Kernels of each op and engine that NVRTC compiles: for the evidence, and for anything else.
+LOT, SMALL_LOT = 4, 1
 
 
 def sample(changed_files: list[str] | None, seed: str) -> list[str]:
@@ -45,6 +47,15 @@ def sampled_ops() -> list[str]:
     of = len(op_folders())
     stages.note(f"{len(chosen)} of {of} ops: those changed, some that cover all headers, 2 by lot")
     return chosen
+
+
+def lot_of_kernels() -> list[str]:
+    """Return what makes ci/nvrtc.py take a lot of kernels, and note it for the table of stages."""
+    stages.note(
+        f"all of their kernels for the evidence; of other ops' kernels those of gpu_costs.toml and "
+        f"{LOT} of each engine by lot; {SMALL_LOT} of each for another architecture by each NVRTC"
+    )
+    return ["--lot"]
 
 
 def some(names: tuple[str, ...], count: int) -> list[str]:

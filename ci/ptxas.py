@@ -1,19 +1,15 @@
-"""What nvcc says of every kernel: registers, shared memory and spills, from `-Xptxas -v`."""
+"""What NVRTC says of every kernel: registers, shared memory and spills, of `--ptxas-options=-v`."""
 
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-
-# nvcc reads this variable itself, so that the evidence needs no flag of the builder.
-VERBOSE = {"NVCC_APPEND_FLAGS": "-Xptxas -v"}
 
 # Kernels whose launch takes as much dynamic shared memory as it is granted.
 WITH_DYNAMIC_MEMORY = ("rowwise_kernel<",)
 
-_NINJA_STEP = re.compile(r"^\[\d+/\d+\] .* -o (\S+)\.cuda\.o$")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -31,21 +27,6 @@ class Resources:
     shared_bytes: int  # static; what a launch adds is not known to the compiler
     spill_store_bytes: int
     spill_load_bytes: int
-
-
-def of_ops(log: str, arch: str) -> dict[str, list[dict]]:
-    """Return the resources of every kernel that a ninja log shows being compiled, by op."""
-    found: dict[str, list[str]] = {}
-    lines = None
-    for line in log.splitlines():
-        step = _NINJA_STEP.match(line)
-        if step:
-            lines = found.setdefault(step[1], [])
-        elif line.startswith("["):
-            lines = None
-        elif lines is not None:
-            lines.append(line)
-    return {op: [asdict(r) for r in parse(text, arch)] for op, text in found.items()}
 
 
 def parse(lines: Iterable[str], arch: str) -> list[Resources]:

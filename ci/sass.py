@@ -1,16 +1,21 @@
 """What machine code shows: accesses of 128 bits, and how much is loaded between two waits."""
 
+import bisect
+import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from ci import ptxas
 
-_FUNCTION = re.compile(r"^\s*Function : (\w+)$", re.MULTILINE)
+_PLACE = re.compile(r"\s*/\*([0-9a-f]+)\*/ ")
+_INSTRUCTION_BYTES = 16
 # Global memory only, but for LD and ST, which may also mean shared memory that was staged. Local
 # (LDL, STL) and shared (LDS, STS) accesses do not count.
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?);", re.MULTILINE)
@@ -59,43 +64,56 @@ class HotLoop:
     rounds: int
 
 
-def disassemble(library: Path, arch: str) -> str:
-    """Return what `cuobjdump -sass` prints of a library or object."""
-    cuobjdump, environment = find_cuobjdump()
-    command = [cuobjdump, "-sass", "-arch", arch, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode or "Function :" not in done.stdout:
-        raise RuntimeError(f"{' '.join(command)} gave no machine code:\n{done.stderr[:2000]}")
-    return done.stdout
+def code_of(image: bytes, symbol: str) -> bytes:
+    """Return the instructions of a kernel: a section of an ELF file for 64 bits."""
+    (start,) = struct.unpack_from("<Q", image, 40)
+    size, count, of_names = struct.unpack_from("<HHH", image, 58)
+    sections = [struct.unpack_from("<IIQQQQ", image, start + size * i) for i in range(count)]
+    wanted = f".text.{symbol}\0".encode()
+    for name, *_, offset, length in sections:
+        if image.startswith(wanted, sections[of_names][4] + name):
+            return image[offset : offset + length]
+    raise ValueError(f"the machine code has no kernel {symbol}")
 
 
-def find_cuobjdump() -> tuple[str, dict[str, str]]:
-    """Return cuobjdump, and the environment in which it finds nvdisasm, which it calls."""
-    folders = [Path(os.environ[v]) / "bin" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
-    if nvcc := shutil.which("nvcc"):
-        folders.append(Path(nvcc).resolve().parent)
-    folders += sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
-    path = os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")])
-    found = shutil.which("cuobjdump", path=path)
-    if found is None or shutil.which("nvdisasm", path=path) is None:
-        raise FileNotFoundError(
-            "cuobjdump and nvdisasm were not found. They are part of the CUDA toolkit; without "
-            "one: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+def disassemble(codes: list[bytes], arch: str) -> list[str]:
+    """Return the instructions of kernels as text, with places that count on from one to the next.
+
+    nvdisasm takes half a second to start, so that it is given many.
+    """
+    nvdisasm, ends = find_nvdisasm(), list(itertools.accumulate(map(len, codes)))
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [nvdisasm, "-b", arch.upper().replace("_", ""), file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines: list[list[str]] = [[] for _ in codes]
+    for line in done.stdout.splitlines():
+        if place := _PLACE.match(line):
+            lines[bisect.bisect_right(ends, int(place[1], 16))].append(line)
+    if done.returncode or [len(each) * _INSTRUCTION_BYTES for each in lines] != [*map(len, codes)]:
+        raise RuntimeError(
+            f"{' '.join(command)} did not show all instructions:\n{done.stderr[:2000]}"
         )
-    return found, os.environ | {"PATH": path}
+    return ["\n".join(each) for each in lines]
 
 
-def parse(text: str) -> list[Accesses]:
-    """Read what `cuobjdump -sass` prints."""
-    return [Accesses(kernel, *_count(code)) for kernel, code in kernels_of(text)]
+def find_nvdisasm() -> str:
+    """Return nvdisasm: the one that CI installs, which knows what the newest NVRTC makes."""
+    folders = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")])
+    found = shutil.which("nvdisasm", path=path)
+    if found is None:
+        raise FileNotFoundError(
+            "nvdisasm was not found. It is part of the CUDA toolkit; without one: "
+            "pip install nvidia-cuda-nvdisasm"
+        )
+    return found
 
 
-def kernels_of(text: str) -> list[tuple[str, str]]:
-    """Return the kernels in what `cuobjdump -sass` prints: short names and code."""
-    _, *parts = _FUNCTION.split(text)
-    symbols, codes = parts[::2], parts[1::2]
-    kernel_names = ptxas.short_names(symbols)
-    return [(kernel_names[symbol], code) for symbol, code in zip(symbols, codes, strict=True)]
+def accesses(kernels: list[tuple[str, str]]) -> list[Accesses]:
+    """Count the accesses of kernels, of which there are names and code."""
+    return [Accesses(kernel, *_count(code)) for kernel, code in kernels]
 
 
 def hot_loop(kernel: str, code: str) -> HotLoop | None:

@@ -71,7 +71,7 @@ newest torch supports, and {MATRIX["pythons"][0]} as long as a supported torch h
 
 
 def _nvrtcs() -> str:
-    return " and ".join(r.partition("==")[2].removesuffix(".*") for r in MATRIX["cuda"]["nvrtc"])
+    return " and ".join(minor(r.partition("==")[2]) for r in MATRIX["cuda"]["nvrtc"][:2])
 
 
 def _compilers() -> str:

@@ -31,10 +31,8 @@ def facts(code, registers=32, spilled=0):
     """Return the table's entry for a kernel of this code."""
     resources = {"kernel": KERNEL, "registers": registers, "shared_bytes": 0}
     resources |= {"spill_store_bytes": spilled, "spill_load_bytes": 0}
-    symbol = "_Z13colwise_tilesI4SumsI8BFloat16EEvv"
-    text = f"\tFunction : {symbol}\n{code}"
     wanted = {("norm", KERNEL): {"block": 256, "shared": 0}}
-    (found,) = costs.machine_code("norm", [resources], text, wanted)
+    (found,) = costs.machine_code(["other", "norm"], [resources], [(KERNEL, code)], wanted)
     return found
 
 
@@ -60,7 +58,7 @@ def test_what_is_under_way():
 )
 def test_dearer_machine_code_turns_the_check_red(planted, told, tmp_path):
     table = costs.Table(tmp_path / "gpu_costs.toml")
-    table.tools, table.kernels = {"nvcc": "13.0"}, {("norm", KERNEL): facts(TOGETHER)}
+    table.tools, table.kernels = {"nvrtc": "13.0"}, {("norm", KERNEL): facts(TOGETHER)}
     assert costs.check_kernels([facts(TOGETHER)], ["norm"], "13.0", table) == []
     wrong = costs.check_kernels([planted], ["norm"], "13.0", table)
     assert any(f"norm: {KERNEL}: {told}" in line for line in wrong), wrong
@@ -68,9 +66,9 @@ def test_dearer_machine_code_turns_the_check_red(planted, told, tmp_path):
 
 def test_another_compiler_is_not_compared(tmp_path, capsys):
     table = costs.Table(tmp_path / "gpu_costs.toml")
-    table.tools, table.kernels = {"nvcc": "13.0"}, {("norm", KERNEL): facts(TOGETHER)}
+    table.tools, table.kernels = {"nvrtc": "13.0"}, {("norm", KERNEL): facts(TOGETHER)}
     assert costs.check_kernels([facts(WAITING)], ["norm"], "13.1", table) == []
-    assert "not compared: nvcc 13.1" in capsys.readouterr().out
+    assert "not compared: NVRTC 13.1" in capsys.readouterr().out
 
 
 def test_straight_code_counts_the_way_of_whole_packs():
@@ -171,6 +169,11 @@ def test_every_op_has_cases_and_the_file_has_them_all():
     table = costs.Table()
     counted = {op for op, _, _ in table.calls}
     assert sorted([*counted, *table.uncounted]) == sorted(CASES)
+
+
+def test_machine_code_of_the_table_is_that_of_the_nvrtc_that_ci_installs():
+    newest = workspace.MATRIX["cuda"]["nvrtc"][1]
+    assert newest.startswith(f"nvidia-cuda-nvrtc=={costs.Table().tools['nvrtc']}.")
 
 
 def test_the_guide_names_the_file():

@@ -72,3 +72,10 @@ def test_some_of_the_names_where_ci_samples(monkeypatch):
         assert len(set(chosen)) == 2
         drawn |= set(chosen)
     assert drawn == set(names)
+
+
+def test_a_lot_of_kernels_is_noted(monkeypatch):
+    notes = []
+    monkeypatch.setattr(cover.stages, "note", notes.append)
+    assert cover.lot_of_kernels() == ["--lot"]
+    assert f"those of gpu_costs.toml and {cover.LOT} of each engine" in notes[0]

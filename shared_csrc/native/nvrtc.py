@@ -88,7 +88,7 @@ class Nvrtc:
     def __str__(self) -> str:
         return "{}.{}".format(*self.version)
 
-    def compile(self, source: str, name: str, options: Sequence[str]) -> tuple[str, bytes]:
+    def compile(self, source: str, name: str, options: Sequence[str]) -> tuple[str, bytes, str]:
         """Compile the kernel of a program that an expression names.
 
         Args:
@@ -97,7 +97,8 @@ class Nvrtc:
             options: beside :data:`OPTIONS`; one is ``--gpu-architecture=``.
 
         Returns:
-            The kernel's symbol, and machine code (``sm_``) or PTX (``compute_``) with it.
+            The kernel's symbol, machine code (``sm_``) or PTX (``compute_``) with it, and what the
+            compiler said.
 
         Raises:
             BuildError: it does not compile; with the compiler's words.
@@ -109,8 +110,8 @@ class Nvrtc:
             words = [word.encode() for word in (*OPTIONS, *options)]
             given = (ctypes.c_char_p * len(words))(*words)
             status = self._library.nvrtcCompileProgram(program, len(words), given)
+            said = self._text("ProgramLog", program).decode(errors="replace")
             if status != _SUCCESS:
-                said = self._text("ProgramLog", program).decode(errors="replace")
                 raise BuildError(
                     f"NVRTC {self} did not compile {name}: {self._error(status)}\n{said[:2000]}"
                 )
@@ -118,7 +119,7 @@ class Nvrtc:
             self._call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(symbol))
             is_ptx = any("architecture=compute_" in word for word in options)
             image = self._text("PTX" if is_ptx else "CUBIN", program)
-            return (symbol.value or b"").decode(), image
+            return (symbol.value or b"").decode(), image, said
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -216,7 +216,8 @@ def compiled(
                 )
             _say(kind, root)
             name, text, options = program(kernel, op_folders, architecture)
-            kept = compiler.compile(text, name, options)
+            symbol, image, _ = compiler.compile(text, name, options)
+            kept = symbol, image
             if root:
                 _keep(root / key, *kept)
     return (key, *kept)

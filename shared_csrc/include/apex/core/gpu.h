@@ -22,7 +22,7 @@ inline constexpr int kGroupLanes = 32;
 // Shared memory of a block, variables and dynamic memory together, that every supported GPU grants
 // without opting in.
 inline constexpr size_t kSharedBytes = 48 * 1024;
-// What variables of a kernel with dynamic memory take of it at most; ci/kernels.py checks that.
+// What variables of a kernel with dynamic memory take of it at most; ci/evidence.py checks that.
 inline constexpr size_t kSharedVariableBytes = 1024;
 
 #if defined(APEX_CUDA) || defined(APEX_HIP)
