@@ -88,11 +88,10 @@ void rowwise(const Context& context, int64_t rows, int64_t columns, const Progra
         }
       }
     }
-    return launch_rows<kWidePacks, false>(context, rows, columns, program);
-  } else {
-    if (columns <= N * kGroupLanes) return launch_rows<1, false>(context, rows, columns, program);
-    launch_rows<kRowPacks, false>(context, rows, columns, program);
+  } else if (columns <= N * kGroupLanes) {
+    return launch_rows<1, false>(context, rows, columns, program);
   }
+  launch_rows<kReadPacks, false>(context, rows, columns, program);
 }
 
 }  // namespace APEX_BACKEND_NS
