@@ -18,6 +18,7 @@ inline constexpr int kFewestLanes = 8;     // of a row
 inline constexpr int kGroupThreads = 128;  // of a block of rows that groups take
 inline constexpr int kRowThreads = 512;    // of a row, at most
 inline constexpr int kRowPacks = 4;        // that a thread keeps, at most
+inline constexpr int kReadThreads = 256;   // of a row that is not kept, at most
 inline constexpr int kReadPacks = 2;       // that it takes together of rows that are not kept
 inline constexpr int kRowLoads = 8;        // of 16 bytes, that a thread has under way
 // Blocks that registers must suffice for; 0: what compilers choose, which spill a word for more.

@@ -214,7 +214,7 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
 
 // Rows, whose threads add up their columns in the same pass; partials: [blocks, kSums, columns].
 template <class Program, int kPacks, class T>
-__global__ void APEX_LAUNCH_BOUNDS(kPacks == 1 ? kGroupThreads : kRowThreads, kKeptResidentBlocks)
+__global__ void APEX_LAUNCH_BOUNDS((row_threads<kPacks, true>()), kKeptResidentBlocks)
     rowwise_columns(int64_t rows, int64_t columns, T* partials, Program program) {
   constexpr int N = staged_pack<Program>();
   APEX_SHARED(T, exchange, [kGroupThreads * N]);
@@ -230,7 +230,7 @@ template <int kPacks, class Context, class Program>
 void launch_rows_and_columns(const Context& context, int64_t rows, int64_t columns,
                              const Program& program) {
   using T = typename Program::value_type;
-  const dim3 block = row_block(columns / staged_pack<Program>(), kPacks);
+  const dim3 block = row_block(columns / staged_pack<Program>(), kPacks, kRowThreads);
   const int64_t turns = (rows + block.y - 1) / block.y;
   const int64_t most = std::clamp(turns / kColumnRows, kColumnBlocks, kMostColumnBlocks);
   const int64_t blocks = std::min(turns, most);

@@ -32,8 +32,14 @@ APEX_DEVICE void rows_of_block(int64_t rows, R& row, const Program& program) {
   }
 }
 
+// Of a block, at most: rows that are not kept are walked through, by threads with more registers.
+template <int kPacks, bool kKept>
+constexpr int row_threads() {
+  return kPacks == 1 ? kGroupThreads : kKept ? kRowThreads : kReadThreads;
+}
+
 template <class Program, int kPacks, bool kKept>
-__global__ void APEX_LAUNCH_BOUNDS(kPacks == 1 ? kGroupThreads : kRowThreads,
+__global__ void APEX_LAUNCH_BOUNDS((row_threads<kPacks, kKept>()),
                                    kKept ? kKeptResidentBlocks : kRowResidentBlocks)
     rowwise_kernel(int64_t rows, int64_t columns, Program program) {
   int phase = 0;
@@ -43,9 +49,9 @@ __global__ void APEX_LAUNCH_BOUNDS(kPacks == 1 ? kGroupThreads : kRowThreads,
 
 // A block of rows of so many packs, of which a thread has one, or several if it is of a whole
 // group.
-inline dim3 row_block(int64_t packs, int packs_of_thread) {
+inline dim3 row_block(int64_t packs, int packs_of_thread, int most) {
   int threads = packs_of_thread == 1 ? kFewestLanes : kGroupLanes;
-  while (threads < kRowThreads && threads * packs_of_thread < packs) threads *= 2;
+  while (threads < most && threads * packs_of_thread < packs) threads *= 2;
   return dim3(threads, threads <= kGroupLanes ? kGroupThreads / threads : 1);
 }
 
@@ -55,7 +61,7 @@ concept RowProgram = RowProgramOn<P, Row<typename P::value_type, staged_pack<P>(
 template <int kPacks, bool kKept, class Context, class Program>
 void launch_rows(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   constexpr int N = staged_pack<Program>();
-  const dim3 block = row_block((columns + N - 1) / N, kPacks);
+  const dim3 block = row_block((columns + N - 1) / N, kPacks, row_threads<kPacks, kKept>());
   const int64_t blocks = std::min<int64_t>((rows + block.y - 1) / block.y, kRowBlocks);
   launch<rowwise_kernel<Program, kPacks, kKept>>(dim3(static_cast<unsigned>(blocks)), block, 0,
                                                  context.stream(), rows, columns, program);
