@@ -4,9 +4,9 @@ python ci/nvrtc.py [--lot] [--wheels] [OP...]
 
 The names are those that the built libraries list themselves: those of the wheels in dist/, or built
 here. A kernel that cannot be named outside of its source, that needs a header which NVRTC lacks, or
-whose parameters take other bytes there would fail on a user's GPU alone. Each NVRTC compiles for all architectures that it knows of those
-that wheels are for, and of one before. From the newest one's machine code for `evidence` of
-ci/matrix.toml, ci/evidence.py reads what the kernels take.
+whose parameters take other bytes there would fail on a user's GPU alone. Each NVRTC compiles for
+all architectures that it knows of those that wheels are for, and of one before. From the newest
+one's machine code for `evidence` of ci/matrix.toml, ci/evidence.py reads what the kernels take.
 
 With --lot, which CI passes, it is the evidence for all kernels of the named ops. Of all others, it
 is the evidence for those of ci/gpu_costs.toml and for a lot of each engine; and each NVRTC compiles
