@@ -44,7 +44,7 @@ _SOURCE = """\
 def functions(
     run_forward, run_backward, other_backward, arrange, is_compiling, is_grad_enabled, forward_ad
 ):
-    def forward(ctx, {arguments}):
+    def forward(ctx, {parameters}):
         {results} = run_forward({arguments})
         ctx.save_for_backward({kept})
         ctx.options = ({options})
@@ -60,7 +60,7 @@ def functions(
         found = {found}
         return ({answer})
 
-    def call({arguments}):
+    def call({parameters}):
         {results} = run_forward({arguments})
         return {output}
 
@@ -85,6 +85,7 @@ def _source(formula: Any, keeps_all: bool) -> str:
     facts = "".join(f"({i}, {r[i]}.shape, {r[i]}.dtype), " for i in required)
     return _SOURCE.format(
         arguments=", ".join(a),
+        parameters=", ".join(map(_parameter, a, formula.forward._schema.arguments)),
         results=r[0] if len(r) == 1 else ", ".join(r),
         kept="".join(f"{name}, " for name in kept),
         options="".join(f"{name}, " for name in a[tensors:]),
@@ -97,3 +98,8 @@ def _source(formula: Any, keeps_all: bool) -> str:
         found=found if formula.arrange is None else f"arrange(*{found})",
         answer="".join(f"{derivatives.get(i)}, " for i in range(count)),
     )
+
+
+def _parameter(name: str, argument: Any) -> str:
+    """As an operator's schema has it: calls may leave out what has a default."""
+    return f"{name}={argument.default_value!r}" if argument.has_default_value() else name
