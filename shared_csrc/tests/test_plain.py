@@ -14,7 +14,7 @@ SHARED = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SHARED.parent))
 sys.path.insert(0, str(SHARED / "tests"))
 
-from test_formula import CASE, formula  # noqa: E402
+from formula_case import CASE, formula  # noqa: E402
 
 from shared_csrc.native import formula as formulas  # noqa: E402
 from shared_csrc.native.composed import Composed  # noqa: E402
