@@ -7,7 +7,6 @@ differs from ci/gpu_costs.toml.
 
 import json
 import os
-import re
 
 from ci import costs, ptxas, sass
 from ci.workspace import MATRIX, ROOT, tomllib
@@ -16,7 +15,6 @@ ARCH = MATRIX["cuda"]["evidence"]
 VERBOSE = "--ptxas-options=-v"  # an option of NVRTC, which then says what ptxas.parse reads
 FOLDER = ROOT / ".nox" / "kernels" / "evidence"
 MACHINE_CODE = FOLDER / "costs.json"  # what ci/costs.py writes to its table
-GPU_HEADER = ROOT / "shared_csrc" / "include" / "apex" / "core" / "gpu.h"
 
 
 def of_unit(
@@ -70,7 +68,6 @@ def unaccepted(found: dict[str, dict], ops: list[str], listed: set[tuple[str, st
     complaints = []
     for unit in found.values():
         op, resources = unit["op"], unit["resources"]
-        complaints += ptxas.large_shared_variables(op, resources, variable_bytes())
         complaints += ptxas.unaccepted_spills(op, resources, spills)
         complaints += sass.narrow_kernels(op, unit["accesses"], narrow)
     for entry in [*spills, *narrow]:
@@ -81,11 +78,6 @@ def unaccepted(found: dict[str, dict], ops: list[str], listed: set[tuple[str, st
         if not any(ptxas.names(entry, *kernel) for kernel in listed):
             complaints.append(f"ci/accepted_kernels.toml: there is no kernel {entry['kernel']}")
     return complaints
-
-
-def variable_bytes() -> int:
-    """Return how many bytes of shared variables the engines plan for."""
-    return int(re.search(r"kSharedVariableBytes = (\d+);", GPU_HEADER.read_text())[1])
 
 
 def table(found: dict[str, dict]) -> str:

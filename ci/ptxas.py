@@ -7,9 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-# Kernels whose launch takes as much dynamic shared memory as it is granted.
-WITH_DYNAMIC_MEMORY = ("rowwise_kernel<",)
-
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -73,16 +70,6 @@ def shorten(demangled: str) -> str:
         if character == "(" and depth == 0:
             return text[:position]
     return text
-
-
-def large_shared_variables(op: str, resources: list[dict], limit: int) -> list[str]:
-    """Return a complaint for every kernel that leaves too little to the dynamic memory it has."""
-    return [
-        f"{op}: {r['kernel']} has {r['shared_bytes']} bytes of shared variables, at most {limit} "
-        "(kSharedVariableBytes) are planned for where a launch adds dynamic memory"
-        for r in resources
-        if r["kernel"].startswith(WITH_DYNAMIC_MEMORY) and r["shared_bytes"] > limit
-    ]
 
 
 def unaccepted_spills(op: str, kernels: list[dict], accepted: list[dict]) -> list[str]:

@@ -67,19 +67,6 @@ def test_spills_pass_only_by_name_and_up_to_their_bytes():
         assert ptxas.unaccepted_spills("fused_layer_norm", crowded, [entry | other])
 
 
-def test_shared_variables_beside_dynamic_memory_are_limited():
-    of_rows = resources("fused_layer_norm")[0] | {
-        "kernel": "rowwise_kernel<X<float>>",
-        "shared_bytes": 1025,
-    }
-    (complaint,) = ptxas.large_shared_variables("norm", [of_rows], evidence.variable_bytes())
-    assert "norm: rowwise_kernel<X<float>> has 1025 bytes of shared variables, at most 1024" in (
-        complaint
-    )
-    for other in ({"shared_bytes": 1024}, {"kernel": "colwise_tiles<X<float>>"}):
-        assert not ptxas.large_shared_variables("norm", [of_rows | other], 1024)
-
-
 def test_accesses_are_counted():
     (accesses,) = sass.accesses([(SCALE, SASS)])
     # Shared (LDS, STS) and constant (LDC) memory do not count; predicated instructions do.

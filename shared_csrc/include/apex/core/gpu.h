@@ -19,12 +19,6 @@ inline namespace APEX_BACKEND_NS {
 
 inline constexpr int kGroupLanes = 32;
 
-// Shared memory of a block, variables and dynamic memory together, that every supported GPU grants
-// without opting in.
-inline constexpr size_t kSharedBytes = 48 * 1024;
-// What variables of a kernel with dynamic memory take of it at most; ci/evidence.py checks that.
-inline constexpr size_t kSharedVariableBytes = 1024;
-
 #if defined(APEX_CUDA) || defined(APEX_HIP)
 
 // Among the given lanes of 32, a bit each.

@@ -76,7 +76,7 @@ def run_rms_norm(
     casts: bool = True,
 ) -> Tensor:
     """As :func:`run_layer_norm`, without a bias."""
-    try:
+    try:  # the same question again: a function for both would be a frame more in each call
         if (
             (answer := plainness(x, weight))
             and weight is not None
