@@ -399,7 +399,7 @@ def kernels(session, compiler):
         session.error(f"expected ops alone, got {' '.join(rest)}")
     alone = bool(ops)
     if SAMPLES and not ops:
-        ops = cover.sampled_ops()
+        ops = cover.sampled_ops(compiler)
     install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
     if compiler in MATRIX["cpu"]["compilers"]:
         compile_with(session, compiler, ops, alone=alone)

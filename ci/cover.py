@@ -3,6 +3,9 @@
 Compilers beside the one that builds the wheels tell nothing new of an op whose headers another op
 compiles too. Where shared code changed, the sample includes every header of shared_csrc/include,
 and other ops at each commit; two more are drawn by lot, so that each op has its turn.
+
+Compilers that take minutes for that have fewer: some of the ops that changed, and every header of
+core/ and engine/ alone. What they leave out, the emulated GPU and NVRTC take.
 """
 
 import functools
@@ -20,32 +23,43 @@ from native import sources
 
 INCLUDE = ROOT / "shared_csrc" / "include"
 BY_LOT = 2
+SLOW, ENGINES = ("cuda", "hip", "cpu"), ("core", "engine")
+MOST = 4  # of the ops that changed, which a slow compiler takes
 # Kernels of each op and engine that NVRTC compiles: for the evidence, and for anything else.
 LOT, SMALL_LOT = 4, 1
 
 
-def sample(changed_files: list[str] | None, seed: str) -> list[str]:
+def sample(changed_files: list[str] | None, seed: str, *, slow: bool = False) -> list[str]:
     """Return the ops to compile, sorted; None for the files: git cannot tell, so all of them."""
     folders = op_folders()
     if changed_files is None:
         return sorted(folders)
     own = {op for op, folder in folders.items() if any(_within(f, folder) for f in changed_files)}
     shared = dirty.SHARED in dirty.affected(changed_files)
-    covering = cover({op: headers_of(folder) for op, folder in folders.items()}, seed)
+    lot = random.Random(seed)
+    headers = {op: headers_of(folder) for op, folder in folders.items()}
+    if slow:
+        own = {*lot.sample(sorted(own), min(MOST, len(own)))}
+        headers = {op: frozenset(filter(_of_engines, found)) for op, found in headers.items()}
+    covering = cover(headers, seed)
     rest = sorted(set(folders) - own)
-    by_lot = random.Random(seed).sample(rest, min(BY_LOT, len(rest)))
+    by_lot = lot.sample(rest, min(BY_LOT, len(rest)))
     return sorted({*own, *by_lot, *(covering if shared else ())})
 
 
-def sampled_ops() -> list[str]:
-    """Return `sample` of this checkout, and note it for the table of stages."""
+def sampled_ops(compiler: str = "") -> list[str]:
+    """Return `sample` of this checkout for a compiler, and note it for the table of stages."""
     try:
         files = dirty.changed_files(ROOT, os.environ.get("CI_BASE"))
     except dirty.UNKNOWN:
         files = None
-    chosen = sample(files, dirty.seed())
-    of = len(op_folders())
-    stages.note(f"{len(chosen)} of {of} ops: those changed, some that cover all headers, 2 by lot")
+    slow = compiler in SLOW
+    chosen = sample(files, f"{dirty.seed()}{compiler if slow else ''}", slow=slow)
+    changed, covered = ("some of those", "engines'") if slow else ("those", "all")
+    stages.note(
+        f"{len(chosen)} of {len(op_folders())} ops: {changed} changed, some that cover {covered} "
+        f"headers, {BY_LOT} by lot"
+    )
     return chosen
 
 
@@ -73,6 +87,10 @@ def op_folders() -> dict[str, Path]:
         op: next((ROOT / "packages" / p / "src").rglob(f"{op}/{op}.cpp")).parent
         for op, p in ops().items()
     }
+
+
+def _of_engines(header: Path) -> bool:
+    return header.relative_to(INCLUDE).parts[1] in ENGINES
 
 
 def _within(file: str, folder: Path) -> bool:

@@ -32,6 +32,8 @@ WARNING = re.compile(r"\bwarning\b", re.IGNORECASE)
 # Of these, no one can do anything in a kernel's source.
 NOISE = re.compile(r"\d+ warnings? generated|argument unused during compilation")
 
+# Before LLVM 19, after this pass another one may not end (llvm/llvm-project, pull request 82099).
+HIPCC_FLAGS = {"HIPCC_COMPILE_FLAGS_APPEND": "-mllvm -amdgpu-sdwa-peephole=0"}
 OUTPUT = ROOT / ".nox" / "kernels"
 Group = tuple[str, tuple[str, ...]]  # a package, and architectures
 
@@ -53,6 +55,8 @@ def main(backend: str, *words: str) -> None:
         print(f"{package} for {', '.join(some)}: {names} in {took:.0f} s", flush=True)
         return [f"{package}: {line}" for line in worth_reading((folder / "build.log").read_text())]
 
+    if backend == "hip":
+        os.environ.update(HIPCC_FLAGS)
     # Two at a time: a package of one op would leave the other cores idle.
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     largest_first = sorted(ops, key=lambda group: -sum(len(op.sources) for op in ops[group]))

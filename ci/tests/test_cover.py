@@ -34,6 +34,28 @@ def test_a_change_of_shared_headers_compiles_every_header(headers, seed):
     assert cover.sample([HEADER], seed) == chosen
 
 
+@pytest.mark.parametrize("seed", SEEDS[:5])
+def test_a_slow_compiler_takes_every_header_of_the_engines_and_few_ops(headers, seed):
+    folders = cover.op_folders()
+    every_op = [f"{folder.relative_to(ROOT)}/x.h" for folder in folders.values()]
+    chosen = cover.sample([HEADER, *every_op], seed, slow=True)
+    engines = {
+        header
+        for header in set().union(*headers.values())
+        if header.relative_to(cover.INCLUDE).parts[:2] in (("apex", "core"), ("apex", "engine"))
+    }
+    assert engines
+    assert engines <= set().union(*(headers[op] for op in chosen))
+    assert len(chosen) < len(headers) / 3
+    assert "focal_loss" in cover.sample([OP], seed, slow=True)
+
+
+def test_a_slow_compiler_takes_each_op_that_changed_at_some_commit():
+    changed = [f"{folder.relative_to(ROOT)}/x.h" for folder in cover.op_folders().values()]
+    drawn = {op for i in range(200) for op in cover.sample(changed, f"commit {i}", slow=True)}
+    assert drawn == set(cover.op_folders())
+
+
 def test_every_op_has_its_turn(headers):
     assert {op for seed in SEEDS for op in cover.sample([HEADER], seed)} > set(
         cover.sample([HEADER], SEEDS[0])

@@ -180,7 +180,7 @@ __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
   if (column < columns && threadIdx.y < splits) {
     sums = part_of(threadIdx.y);
     constexpr int kTogether = kSums < 8 ? 8 / kSums : 1;  // of more loads compilers wait for some
-#pragma unroll(kTogether)
+#pragma unroll kTogether
     for (int64_t split = threadIdx.y + kColwiseThreadsY; split < splits;
          split += kColwiseThreadsY) {
       merge_sums(program, sums, part_of(split));
