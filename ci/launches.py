@@ -169,7 +169,7 @@ KERNELS = {
     ),
     "colwise_tiles": (of_columns, COLUMNS),
     "sample_tiles": (of_columns, COLUMNS),
-    "colwise_merge": (of_merges, {"one split", "more splits"}),
+    "colwise_merge": (of_merges, {"more splits"}),
     "foreach_kernel": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
     "foreach_fold_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
     "foreach_reduce_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),

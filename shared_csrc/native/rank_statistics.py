@@ -2,9 +2,102 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .operands import statistics_dtype
+from .plain import direct
+
+
+class BatchKernels(NamedTuple):
+    """The operators by which a package reduces a batch, as far as their arguments are the same."""
+
+    of_one_rank: Any  # (x, running_mean, running_var, eps, momentum, *layout)
+    moments: Any  # (x, *layout)
+    merge: Any  # (means, biased_vars, counts, eps)
+
+
+def batch_statistics(
+    name: str,
+    kernels: BatchKernels,
+    x: Tensor,
+    layout: tuple[bool, ...],
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    eps: float,
+    momentum: float,
+    process_group: dist.ProcessGroup | None,
+    ranks: int,
+    plain: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, inverse standard deviation and count over all ranks of a group; running ones updated.
+
+    Args:
+        name: of the caller, for messages.
+        x: contiguous, as the kernels read it; may be empty if another rank's is not.
+        layout: the kernels' last arguments; ``(False,)`` where channels are not last.
+        running_mean, running_variance: ``[C]``, updated in place; None is left out.
+        momentum: share of the batch in the running statistics.
+        ranks: how many ranks the group has.
+        plain: what ``plainness()`` says of the call.
+
+    Returns:
+        Two vectors ``[C]`` and the int64 ``[1]`` number of elements per channel.
+
+    Raises:
+        ValueError: on every rank, if there is a single element per channel on all together;
+            nothing is written then.
+    """
+    channel_last = layout != (False,)
+    count = x.numel() // (x.shape[-1] if channel_last else x.shape[1])
+    if ranks == 1:
+        if count < 2:
+            raise _too_few(name, x, channel_last, count, ranks)
+        fits = (
+            running_mean is not None
+            and running_variance is not None
+            and running_mean.dtype == running_variance.dtype == statistics_dtype(x.dtype)
+            and running_mean.is_contiguous()
+            and running_variance.is_contiguous()
+        )
+        given = (running_mean, running_variance) if fits else (None, None)
+        if fits and plain:
+            mean, _, inv_std, total = _write_plainly(kernels, x, *given, eps, momentum, *layout)
+            return mean, inv_std, total
+        mean, var, inv_std, total = kernels.of_one_rank(x, *given, eps, momentum, *layout)
+        if fits:
+            return mean, inv_std, total
+    else:
+        mean, biased_var = kernels.moments(x, *layout)
+        parts = gather_statistics(mean, biased_var, count, process_group, ranks)
+        total = parts[2].sum().view(1)
+        # With two elements here there is nothing to look up, which on a GPU would wait for it.
+        if count < 2 and int(total) < 2:
+            raise _too_few(name, x, channel_last, int(total), ranks)
+        mean, var, inv_std = kernels.merge(*parts, eps)
+    update_running(running_mean, mean, momentum)
+    update_running(running_variance, var, momentum)
+    return mean, inv_std, total
+
+
+def _write_plainly(kernels: BatchKernels, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """``of_one_rank`` in a plain call, without the Python that writes pass."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        result = direct(kernels.of_one_rank)(x, *given)
+    increment_version(given[:2])
+    return result
+
+
+def _too_few(name: str, x: Tensor, channel_last: bool, total: int, ranks: int) -> ValueError:
+    return ValueError(
+        f"{name}: expected more than 1 value per channel when training, got input size "
+        f"{list(x.shape)} ({'channel last' if channel_last else 'channel second'}) and {total} "
+        f"values on all {ranks} ranks."
+    )
 
 
 def gather_statistics(
@@ -21,11 +114,9 @@ def gather_statistics(
 
     Args:
         mean, biased_var, count: of this rank: ``[C]``, ``[C]``, and elements per channel.
-        process_group: None is the world; it is not used where ``world_size``, W, is 1.
+        process_group: None is the world, of ``world_size`` ranks, W.
     """
     counts = torch.full((1,), count, dtype=torch.int64, device=mean.device)
-    if world_size == 1:
-        return mean[None], biased_var[None], counts
     mine = torch.cat([mean, biased_var, counts.view(mean.dtype)])
     theirs = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(theirs, mine, group=process_group)

@@ -50,6 +50,27 @@ def test_moments(size, dtype, device):
     assert_as_accurate_as(reference, actual, x, ulps=2 * ulps_of_sum(dtype))
 
 
+@DTYPE
+@GRID
+def test_statistics(size, dtype, device):
+    (x,) = rows(size, dtype, device)
+    running = vectors(size[1], dtype, device, 2)
+
+    def reference(x, *running):
+        mean, biased, n = x.mean(0), x.var(0, unbiased=False), max(len(x) - 1, 1)
+        var = biased * len(x) / n
+        updated = [old.lerp(new, 0.3) for old, new in zip(running, (mean, var), strict=True)]
+        return mean, var, (biased + 1e-3).rsqrt(), *updated
+
+    given = [v.clone() for v in running]
+    *actual, count = ops.statistics(x, *given, 1e-3, 0.3)
+    assert count.tolist() == [len(x)]
+    assert [v._version for v in given] == [1, 1]
+    assert_as_accurate_as(reference, (*actual, *given), x, *running, ulps=2 * ulps_of_sum(dtype))
+    again = ops.statistics(x, None, None, 1e-3, 0.3)
+    assert all(map(torch.equal, again, (*actual, count)))
+
+
 def test_moments_of_far_rows(device):
     """A mean of 1e4 standard deviations, and a row of zeros at the border of an image."""
     x = torch.randn(500, 70, device=device) + 1e4
@@ -108,14 +129,15 @@ def test_forward(with_z, relu, size, dtype, device):
 def test_sums(relu, size, dtype, device):
     dy, x, y = rows(size, dtype, device, 3)
     y = y.relu() if relu else None
-    (mean,) = vectors(size[1], dtype, device, 1)
+    mean, inv_std = vectors(size[1], dtype, device, 2)
 
-    def reference(dy, x, mean):
+    def reference(dy, x, mean, inv_std):
         dy = dy if y is None else torch.where(y <= 0, 0, dy)
-        return dy.sum(0), (dy * (x - mean)).sum(0)
+        sum_dy_xmu = (dy * (x - mean)).sum(0)
+        return dy.sum(0), sum_dy_xmu, sum_dy_xmu * inv_std
 
-    masked, *actual = ops.sums(dy, x, y, mean)
-    assert_as_accurate_as(reference, actual, dy, x, mean, ulps=ulps_of_sum(dtype))
+    masked, *actual = ops.sums(dy, x, y, mean, inv_std)
+    assert_as_accurate_as(reference, actual, dy, x, mean, inv_std, ulps=ulps_of_sum(dtype))
     assert torch.equal(masked, torch.where(y <= 0, 0, dy) if relu else dy.new_empty(0))
 
 
@@ -141,10 +163,12 @@ def test_opcheck(dtype, device):
     mean, inv_std, weight, bias, sums = vectors(3, dtype, device, 5)
     count = torch.tensor([10], device=device)
     opcheck_samples(ops.moments, [(x,)])
+    for running in ((None, None), (mean.clone(), inv_std.clone())):
+        opcheck_samples(ops.statistics, [(x, *running, 1e-5, 0.1)])
     opcheck_samples(ops.merge, [(mean[None], weight[None], count, 1e-5)])
     forward = [(x, added, mean, inv_std, weight, bias, True) for added in (None, z)]
     opcheck_samples(ops.forward, forward)
-    opcheck_samples(ops.sums, [(dy, x, None, mean), (dy, x, z, mean)])
+    opcheck_samples(ops.sums, [(dy, x, y, mean, inv_std) for y in (None, z)])
     opcheck_samples(ops.backward, [(dy, x, mean, inv_std, weight, sums, sums, count)])
 
 
@@ -157,11 +181,20 @@ def test_ops_refuse_what_would_be_unsafe(device):
         "mean must be": lambda: ops.forward(x, None, v[:2], v, v, v, False),
         "weight must be": lambda: ops.forward(x, None, v, v, v.half(), v, False),
         "z must be": lambda: ops.forward(x, x.half(), v, v, v, v, False),
-        "dy must be": lambda: ops.sums(x[:1], x, None, v),
-        "y must be": lambda: ops.sums(x, x, x[:1], v),
+        "dy must be": lambda: ops.sums(x[:1], x, None, v, v),
+        "y must be": lambda: ops.sums(x, x, x[:1], v, v),
         "count must be": lambda: ops.backward(x, x, v, v, v, v, v, count.int()),
         "dy must be contiguous, with 18 elements of float32 in shape": lambda: ops.sums(
-            x.view(3, 6), x, None, v
+            x.view(3, 6), x, None, v, v
+        ),
+        "inv_std must be": lambda: ops.sums(x, x, None, v, v[:2]),
+        "running_mean must be": lambda: ops.statistics(x, v[:2].clone(), v, 1e-5, 0.1),
+        "running_var must be": lambda: ops.statistics(x, v.clone(), v.half(), 1e-5, 0.1),
+        "running_var, which is written to, shares memory with x": lambda: ops.statistics(
+            x, v, x[0], 1e-5, 0.1
+        ),
+        "running_mean, which is written to, shares memory with running_var": (
+            lambda: ops.statistics(x, v, v, 1e-5, 0.1)
         ),
         "biased_var must be": lambda: ops.merge(v[None], v[:1], count, 1e-5),
         "mean must be float32 or float64": lambda: ops.merge(v[None].half(), v[None], count, 1e-5),

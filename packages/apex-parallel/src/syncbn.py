@@ -149,12 +149,12 @@ def _forward(input, z, mean, inv_std, weight, shift, channel_last, fuse_relu):
 
 
 def _reduce(grad_output, input, mean, inv_std, weight, channel_last):
-    sum_dy, sum_dy_xmu = _ops.reduce_bn(
-        grad_output.contiguous(), input.contiguous(), mean, channel_last
+    sum_dy, sum_dy_xmu, grad_weight = _ops.reduce_bn(
+        grad_output.contiguous(), input.contiguous(), mean, inv_std, channel_last
     )
     if weight is None:
         return [sum_dy, sum_dy_xmu, sum_dy.new_empty(0), sum_dy.new_empty(0)]
-    return [sum_dy, sum_dy_xmu, (sum_dy_xmu * inv_std).to(weight.dtype), sum_dy.to(weight.dtype)]
+    return [sum_dy, sum_dy_xmu, grad_weight.to(weight.dtype), sum_dy.to(weight.dtype)]
 
 
 def _backward(

@@ -79,7 +79,8 @@ def test_long_columns(device):
     mean = x[0].float()
     wide = x.double()
     var, truth = torch.var_mean(wide, 0, unbiased=False)
-    actual = [*syncbn.welford_mean_var(x, True), *syncbn.reduce_bn(x, x, mean, True)]
+    sums = syncbn.reduce_bn(x, x, mean, torch.ones_like(mean), True)
+    actual = [*syncbn.welford_mean_var(x, True), *sums[:2]]
     wanted = [truth, var, wide.sum(0), (wide * (wide - mean)).sum(0)]
     # A mean or sum near zero is as exact as what was added: 4 roundings of the root mean square.
     limit = 4 * torch.finfo(torch.float32).eps
@@ -95,7 +96,50 @@ def test_empty_input(last, device):
     assert mean.tolist() == var.tolist() == [0.0] * 4
     one = torch.ones(4, device=device)
     assert syncbn.batchnorm_forward(x, x, mean, one, one, one, last, True).shape == x.shape
-    assert [s.tolist() for s in syncbn.reduce_bn(x, x, mean, last)] == [[0.0] * 4] * 2
+    assert [s.tolist() for s in syncbn.reduce_bn(x, x, mean, one, last)] == [[0.0] * 4] * 3
+    *statistics, count = syncbn.batch_statistics(x, None, None, 0.25, 0.1, last)
+    assert [s.tolist() for s in statistics] == [[0.0] * 4, [0.0] * 4, [2.0] * 4]
+    assert count.tolist() == [0]
+
+
+@LAYOUTS
+@DTYPE
+@GRID
+def test_batch_statistics(size, dtype, last, device):
+    (x,) = inputs(size, dtype, last, device)
+    running_mean, running_var = (v.abs() for v in vectors(size[1], dtype, device, 2))
+
+    def reference(x, running_mean, running_var):
+        mean, n = x.mean(axes(x, last)), size[0] * size[2]
+        biased = x.var(axes(x, last), unbiased=False)
+        var = biased * n / max(n - 1, 1)
+        inv_std = torch.rsqrt(biased + 1e-3)
+        running = running_mean.lerp(mean, 0.3), running_var.lerp(var, 0.3)
+        return mean, var, inv_std, *running
+
+    given = running_mean.clone(), running_var.clone()
+    *actual, count = syncbn.batch_statistics(x, *given, 1e-3, 0.3, last)
+    assert count.tolist() == [size[0] * size[2]]
+    assert given[0]._version == given[1]._version == 1
+    operands = x, running_mean, running_var
+    ulps = ulps_of_sum(dtype)
+    assert_as_accurate_as(reference, (*actual, *given), *operands, ulps=ulps)
+    again = syncbn.batch_statistics(x, None, None, 1e-3, 0.3, last)
+    assert all(map(torch.equal, again[:3], actual))
+
+
+@LAYOUTS
+def test_batch_statistics_update_each_of_the_running_ones(last, device):
+    (x,) = inputs((2, 3, 4), torch.float32, last, device)
+    old = torch.full((3,), 7.0, device=device)
+    mean, var = old.clone(), old.clone()
+    new = syncbn.batch_statistics(x, mean, None, 1e-3, 1.0, last)
+    assert torch.equal(mean, new[0])
+    syncbn.batch_statistics(x, None, var, 1e-3, 1.0, last)
+    assert torch.equal(var, new[1])
+    with pytest.raises(RuntimeError, match="running_var must be contiguous, with 3 elements"):
+        syncbn.batch_statistics(x, old, var[:2], 1e-3, 0.5, last)
+    assert old.tolist() == [7.0] * 3  # nothing is written before all is checked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -167,13 +211,14 @@ def test_relu_bw(dtype, last, with_z, device):
 @GRID
 def test_reduce_bn(size, dtype, last, device):
     dy, x = inputs(size, dtype, last, device, 2)
-    (mean,) = vectors(size[1], dtype, device, 1)
+    mean, inv_std = vectors(size[1], dtype, device, 2)
 
-    def reference(dy, x, mean):
-        return dy.sum(axes(x, last)), (dy * (x - wide(mean, x, last))).sum(axes(x, last))
+    def reference(dy, x, mean, inv_std):
+        sum_dy_xmu = (dy * (x - wide(mean, x, last))).sum(axes(x, last))
+        return dy.sum(axes(x, last)), sum_dy_xmu, sum_dy_xmu * inv_std
 
-    actual = syncbn.reduce_bn(dy, x, mean, last)
-    assert_as_accurate_as(reference, actual, dy, x, mean, ulps=ulps_of_sum(dtype))
+    actual = syncbn.reduce_bn(dy, x, mean, inv_std, last)
+    assert_as_accurate_as(reference, actual, dy, x, mean, inv_std, ulps=ulps_of_sum(dtype))
 
 
 @LAYOUTS
@@ -207,7 +252,9 @@ def test_opcheck(dtype, last, device):
     forward = [(x, added, mean, inv_std, weight, bias, last, True) for added in (None, z)]
     opcheck_samples(syncbn.batchnorm_forward, forward)
     opcheck_samples(syncbn.relu_bw, [(dy, *arguments[:-1]) for arguments in forward])
-    opcheck_samples(syncbn.reduce_bn, [(dy, x, mean, last)])
+    opcheck_samples(syncbn.reduce_bn, [(dy, x, mean, inv_std, last)])
+    for running in ((None, None), (mean, inv_std.abs())):
+        opcheck_samples(syncbn.batch_statistics, [(x, *running, 1e-5, 0.1, last)])
     opcheck_samples(
         syncbn.batchnorm_backward, [(dy, x, mean, inv_std, weight, sums, sums, count, last)]
     )
@@ -225,6 +272,6 @@ def test_ops_refuse_what_would_be_unsafe(device):
     with pytest.raises(RuntimeError, match="z must be contiguous, with 24 elements"):
         syncbn.batchnorm_forward(x, x.half(), v, v, v, v, False, False)
     with pytest.raises(RuntimeError, match="grad_output must be contiguous, with 24 elements"):
-        syncbn.reduce_bn(x[:1].contiguous(), x, v, False)
+        syncbn.reduce_bn(x[:1].contiguous(), x, v, v, False)
     with pytest.raises(RuntimeError, match="count must be contiguous, with 1 elements of int64"):
         syncbn.batchnorm_backward(x, x, v, v, v, v, v, v[:1], False)

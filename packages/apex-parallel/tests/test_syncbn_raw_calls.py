@@ -62,6 +62,28 @@ def mean_var(rng):
     return Call(run, {"input": x, "channel_last": channel_last}, expected)
 
 
+def statistics(rng):
+    x, channel_last, _, (mean, var, *_) = operands(rng)
+    args = {"input": x, "running_mean": mean, "running_var": var.abs()}
+    args = {name: rng.choice((None, v)) if name != "input" else v for name, v in args.items()}
+    args |= {"channel_last": channel_last, "eps": 1e-3, "momentum": rng.choice((0.0, 0.1, 1.0))}
+
+    def expected(a):
+        rows, keep = columns(a["input"], a["channel_last"]), 1 - a["momentum"]
+        if rows.shape[1] < 2 or not a["eps"] > 0 or not 0 <= a["momentum"] <= 1:
+            raise ArithmeticError("not what the formula is for")
+        mean, var = rows.mean(1), rows.var(1)
+        inv_std = torch.rsqrt(rows.var(1, correction=0) + a["eps"])
+        found = {"result": [mean, var, inv_std, torch.tensor([rows.shape[1]])]}
+        for name, new in (("running_mean", mean), ("running_var", var)):
+            if a[name] is not None:
+                found[name] = keep * a[name].reshape(-1) + a["momentum"] * new
+        return found
+
+    run = one_way_not_finite(ops.batch_statistics)
+    return Call(run, args, expected, ("running_mean", "running_var"))
+
+
 def merge(rng):
     parts, channels = rng.choice(((1, 3), (4, 2), (2, 65)))
     dtype = rng.choice((torch.float32, torch.float64))
@@ -103,15 +125,16 @@ def forward(rng):
 
 
 def sums(rng):
-    x, channel_last, _, (mean, *_) = operands(rng)
+    x, channel_last, _, (mean, inv_std, *_) = operands(rng)
     args = {"grad_output": torch.randn(x.shape).to(x.dtype), "input": x, "mean": mean}
-    args["channel_last"] = channel_last
+    args |= {"inv_std": inv_std, "channel_last": channel_last}
 
     def expected(a):
         x, dy = a["input"], a["grad_output"].reshape(a["input"].shape)
         columns(x, a["channel_last"])
         spread = x - along(a["mean"], x, a["channel_last"])
-        return {"result": [columns(v, a["channel_last"]).sum(1) for v in (dy, dy * spread)]}
+        sums = [columns(v, a["channel_last"]).sum(1) for v in (dy, dy * spread)]
+        return {"result": [*sums, sums[1] * a["inv_std"].reshape(-1)]}
 
     return Call(ops.reduce_bn, args, expected)
 
@@ -138,7 +161,7 @@ def backward(rng):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_calls(seed):
-    counts = run_random_calls([mean_var, merge, forward, sums, backward], seed)
+    counts = run_random_calls([mean_var, statistics, merge, forward, sums, backward], seed)
     assert counts["done"] > 0.2 * counts.total()
     assert counts["refused"] > 0.1 * counts.total()
 

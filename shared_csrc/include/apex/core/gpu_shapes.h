@@ -33,11 +33,12 @@ inline constexpr int64_t kColumnRows = 64;     // rows that a thread adds up, an
 inline constexpr int64_t kMostColumnBlocks = 1024;
 
 // Columns.
-inline constexpr int kColwiseThreadsY = 8;      // rows of threads of a block: a power of two
-inline constexpr int kRowsInFlight = 4;         // of each thread
-inline constexpr int64_t kColwiseRows = 128;    // rows per tile, at least
-inline constexpr int64_t kColwiseSplits = 128;  // tiles along the rows, at most
-inline constexpr bool kColwiseBounds = false;   // whether compilers know the threads of a block
+inline constexpr int kColwiseThreadsY = 8;        // rows of threads of a block: a power of two
+inline constexpr int kRowsInFlight = 4;           // of each thread
+inline constexpr int64_t kColwiseRows = 128;      // rows per tile, at least
+inline constexpr int64_t kColwiseSplits = 128;    // tiles along the rows, at most, but for
+inline constexpr int64_t kColwiseLongest = 4096;  // rows per tile, beyond which there are more
+inline constexpr bool kColwiseBounds = false;     // whether compilers know the threads of a block
 
 // Segments.
 inline constexpr int kSegmentThreads = 256;

@@ -1,6 +1,7 @@
-// Column programs on a GPU: blocks sum tiles of rows and columns, a second kernel merges the tiles.
+// Column programs on a GPU: blocks sum tiles of rows and columns; where a column has several, a
+// second kernel merges them.
 //
-// Two stages and no atomics: the same input gives the same bits.
+// No atomics: the same input gives the same bits.
 #pragma once
 
 #include "apex/engine/rowwise_gpu.h"
@@ -20,14 +21,27 @@ APEX_HD void merge_sums(const Program& program, Array<T, N>& total, const Array<
   }
 }
 
-// What a column program sees of the row that its thread has reached: a single column.
+// A thread's column of one of the rows that it has under way.
 template <class T, int kSums>
+struct ColumnCell {
+  static constexpr int kMost = 8;  // operands of a program
+
+  Array<T, kSums> sums{};
+  int64_t index = 0;
+  T values[kMost];
+};
+
+// What a column program sees of such a row: first all rows under way load what it reads of them,
+// then each adds it up. Compilers keep that order, in which no load waits for a sum.
+template <class T, int kSums, bool kLoads = false>
 class ColumnRow {
  public:
-  APEX_DEVICE ColumnRow(int64_t columns, int64_t column) : columns_(columns), column_(column) {}
+  using Cell = ColumnCell<T, kSums>;
 
-  APEX_DEVICE void move_to(int64_t index) { index_ = index; }
-  APEX_DEVICE int64_t index() const { return index_; }
+  APEX_DEVICE ColumnRow(int64_t columns, int64_t column, Cell& cell)
+      : columns_(columns), column_(column), cell_(cell) {}
+
+  APEX_DEVICE int64_t index() const { return cell_.index; }
   APEX_DEVICE int64_t columns() const { return columns_; }
 
   template <class S>
@@ -36,11 +50,11 @@ class ColumnRow {
   }
   template <class S>
   APEX_DEVICE ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + index_ * stride};
+    return {matrix + cell_.index * stride};
   }
   template <class S>
   APEX_DEVICE WriteView<S> out(S* matrix) const {
-    return {matrix + index_ * columns_};
+    return {matrix + cell_.index * columns_};
   }
   template <class View>
   APEX_DEVICE View ahead(const View& view) const {
@@ -54,17 +68,19 @@ class ColumnRow {
   template <int N, class F, class... Views>
   APEX_DEVICE void accumulate(const F& functor, const Views&... views) {
     static_assert(N == kSums, "accumulate<N> must use the program's kSums");
-    add(std::index_sequence_for<Views...>{}, functor, views...);
+    static_assert(sizeof...(Views) <= Cell::kMost, "raise ColumnCell::kMost");
+    walk(std::index_sequence_for<Views...>{}, functor, views...);
   }
-
-  Array<T, kSums> sums{};
 
  private:
   template <size_t... I, class F, class... Views>
-  APEX_DEVICE void add(std::index_sequence<I...>, const F& functor, const Views&... views) {
-    T values[] = {read(views)...};
-    functor(sums, values[I]...);
-    (write(views, values[I]), ...);
+  APEX_DEVICE void walk(std::index_sequence<I...>, const F& functor, const Views&... views) {
+    if constexpr (kLoads) {
+      ((cell_.values[I] = read(views)), ...);
+    } else {
+      functor(cell_.sums, cell_.values[I]...);
+      (write(views, cell_.values[I]), ...);
+    }
   }
   template <class View>
   APEX_DEVICE T read(const View& view) const {
@@ -78,7 +94,8 @@ class ColumnRow {
     }
   }
 
-  int64_t index_ = 0, columns_, column_;
+  int64_t columns_, column_;
+  Cell& cell_;
 };
 
 template <class P>
@@ -117,53 +134,63 @@ template <class T, size_t... I, class Program>
 APEX_DEVICE Array<T, Program::kSums> thread_sums(std::index_sequence<I...>, int64_t begin,
                                                  int64_t end, int64_t columns, int64_t column,
                                                  const Program& program) {
-  using Column = ColumnRow<T, Program::kSums>;
-  constexpr int kRows = sizeof...(I);
-  Column rows[kRows] = {(static_cast<void>(I), Column(columns, column))...};
+  constexpr int kRows = sizeof...(I), kSums = Program::kSums;
+  ColumnCell<T, kSums> cells[kRows];
   int64_t index = begin + threadIdx.y;
+  auto add = [&](auto... numbers) {  // these of the rows under way
+    ((cells[numbers].index = index + numbers * kColwiseThreadsY), ...);
+    auto walk = [&](auto row) { program.column_sums(row); };
+    (walk(ColumnRow<T, kSums, true>(columns, column, cells[numbers])), ...);
+    (walk(ColumnRow<T, kSums>(columns, column, cells[numbers])), ...);
+  };
   for (; index + (kRows - 1) * kColwiseThreadsY < end; index += kRows * kColwiseThreadsY) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      rows[i].move_to(index + i * kColwiseThreadsY);
-      program.column_sums(rows[i]);
-    }
+    add(static_cast<int>(I)...);
   }
-  for (; index < end; index += kColwiseThreadsY) {
-    rows[0].move_to(index);
-    program.column_sums(rows[0]);
-  }
+  for (; index < end; index += kColwiseThreadsY) add(0);
 #pragma unroll
   for (int step = 1; step < kRows; step *= 2) {
 #pragma unroll
     for (int i = 0; i + step < kRows; i += 2 * step) {
-      merge_sums(program, rows[i].sums, rows[i + step].sums);
+      merge_sums(program, cells[i].sums, cells[i + step].sums);
     }
   }
-  return rows[0].sums;
+  return cells[0].sums;
 }
 
-// The sums over rows [begin, end) of the columns that a block has; partials: [kSums, columns].
-template <class Program, class T>
-APEX_DEVICE void column_tile(int64_t begin, int64_t end, int64_t columns, int64_t column,
-                             T* partials, const Program& program) {
-  constexpr int kSums = Program::kSums;
-  Array<T, kSums> sums{};
+// The sums over rows [begin, end) of the columns that a block has, in threads of threadIdx.y == 0.
+template <class T, class Program>
+APEX_DEVICE Array<T, Program::kSums> tile_sums(int64_t begin, int64_t end, int64_t columns,
+                                               int64_t column, const Program& program) {
+  Array<T, Program::kSums> sums{};
   if (column < columns) {
     sums = thread_sums<T>(std::make_index_sequence<kRowsInFlight>{}, begin, end, columns, column,
                           program);
   }
   merge_block(program, sums);
-  if (threadIdx.y != 0 || column >= columns) return;
+  return sums;
+}
+
+// partials: [kSums, columns].
+template <class T, int kSums>
+APEX_DEVICE void store_partial(const Array<T, kSums>& sums, int64_t columns, int64_t column,
+                               T* partials) {
   for (int n = 0; n < kSums; ++n) partials[n * columns + column] = sums[n];
 }
 
-// partials: [splits, kSums, columns].
+// partials: [splits, kSums, columns]; null where one split is all.
 template <class Program, class T>
 __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
     colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
-  column_tile(rows * blockIdx.y / gridDim.y, rows * (blockIdx.y + 1) / gridDim.y, columns, column,
-              partials + static_cast<int64_t>(blockIdx.y) * Program::kSums * columns, program);
+  const int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
+  const auto sums = tile_sums<T>(begin, end, columns, column, program);
+  if (threadIdx.y != 0 || column >= columns) return;
+  if (partials == nullptr) {
+    program.finish(column, sums);
+  } else {
+    store_partial(sums, columns, column,
+                  partials + static_cast<int64_t>(blockIdx.y) * Program::kSums * columns);
+  }
 }
 
 template <class Program, class T>
@@ -199,18 +226,27 @@ void merge_partials(const Context& context, int64_t splits, int64_t columns, con
   context.check_launch("colwise_merge");
 }
 
+// Tiles along the rows: of very many rows more, for no chain of roundings is long.
+inline int64_t column_splits(int64_t rows) {
+  const int64_t most = std::clamp<int64_t>(rows / kColwiseLongest, kColwiseSplits, 65535);
+  return std::clamp<int64_t>(rows / kColwiseRows, 1, most);
+}
+
 template <class Context, ColumnProgram Program>
 void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
   using T = typename Program::value_type;
   if (columns == 0) return;
-  int64_t splits = std::clamp<int64_t>(rows / kColwiseRows, 1, kColwiseSplits);
-  T* partials = static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
+  const int64_t splits = column_splits(rows);
+  T* partials = nullptr;
+  if (splits > 1) {
+    partials = static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
+  }
   const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
   launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)),
                                     dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(), rows,
                                     columns, partials, program);
   context.check_launch("colwise_tiles");
-  merge_partials(context, splits, columns, partials, program);
+  if (splits > 1) merge_partials(context, splits, columns, partials, program);
 }
 
 // Rows, whose threads add up their columns in the same pass; partials: [blocks, kSums, columns].

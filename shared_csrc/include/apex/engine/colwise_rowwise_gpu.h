@@ -69,10 +69,12 @@ __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
     sample_tiles(int64_t rows, int64_t columns, int64_t tiles, T* partials, Program program) {
   const int64_t sample = blockIdx.x / tiles, tile = blockIdx.x % tiles;
   const int64_t splits = gridDim.y, split = blockIdx.y, first = sample * rows;
-  column_tile(first + rows * split / splits, first + rows * (split + 1) / splits, columns,
-              tile * kGroupLanes + threadIdx.x,
-              partials + (sample * splits + split) * Program::kSums * columns,
-              program.of_sample(sample));
+  const int64_t column = tile * kGroupLanes + threadIdx.x;
+  const auto sums = tile_sums<T>(first + rows * split / splits, first + rows * (split + 1) / splits,
+                                 columns, column, program.of_sample(sample));
+  if (threadIdx.y != 0 || column >= columns) return;
+  store_partial(sums, columns, column,
+                partials + (sample * splits + split) * Program::kSums * columns);
 }
 
 template <class Context, SampleProgram Program>

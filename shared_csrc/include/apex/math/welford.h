@@ -6,6 +6,7 @@
 #pragma once
 
 #include "apex/core/types.h"
+#include "apex/math/quotient.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -19,7 +20,7 @@ template <class T>
 APEX_HD void add_number(Moments<T>& moments, T x) {
   moments[0] += T(1);
   T delta = x - moments[1];
-  moments[1] += delta / moments[0];
+  moments[1] += quotient(delta, moments[0]);
   moments[2] += delta * (x - moments[1]);
 }
 

@@ -70,6 +70,21 @@ inline bool is_contiguous_near(const Tensor& tensor, ScalarType dtype, const Ten
          tensor.is_cpu() == like.is_cpu() && tensor.get_device_index() == like.get_device_index();
 }
 
+// Raises where two contiguous tensors share memory: one is written while the other is read.
+inline void check_apart(const char* op, const NamedTensor& written, const NamedTensor& other) {
+  if (written.tensor == nullptr || other.tensor == nullptr) return;
+  check_tensors(op, {written, other});
+  auto begin = [](const NamedTensor& given) {
+    return static_cast<const char*>(memory_of(*given.tensor, given.name));
+  };
+  auto end = [&](const NamedTensor& given) {
+    const auto dtype = static_cast<int32_t>(given.tensor->scalar_type());
+    return begin(given) + given.tensor->numel() * aoti_torch_dtype_element_size(dtype);
+  };
+  check(end(written) <= begin(other) || end(other) <= begin(written), op, ": ", written.name,
+        ", which is written to, shares memory with ", other.name, "; give a copy of one.");
+}
+
 // Raises unless `given`, of any shape, has memory for so many elements of this dtype, contiguous,
 // on the device of `like`. For vectors; where rows are walked in step, shapes must be the same.
 inline void check_like(const char* op, const NamedTensor& given, int64_t numel, ScalarType dtype,

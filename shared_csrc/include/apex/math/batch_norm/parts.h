@@ -1,9 +1,9 @@
 // How a tensor is divided into parts that are summed apart.
 //
-// A part of [N, C, elements] is a row of elements; short rows are summed down the batch instead, as
-// the columns of [N, C * elements]. Of a matrix [rows, columns], `group` rows side by side are
-// walked as one row, so that few columns, too, fill vectors, and after kChunkRows of those a new
-// set of sums begins: both keep sums short.
+// A part of [N, C, elements] is a row of elements. Of a matrix [rows, columns] a GPU makes one
+// part. On a CPU `group` rows side by side are walked as one row, so that few columns, too, fill
+// vectors, and after kChunkRows of those a new set of sums begins: both keep sums short. Short rows
+// are summed down the batch there, as the columns of [N, C * elements].
 #pragma once
 
 #include <algorithm>
@@ -56,12 +56,16 @@ struct Parts {
 
 // A matrix [rows, columns].
 inline Parts parts_of_matrix(int64_t rows, int64_t columns) {
+#if defined(APEX_CPU)
   int64_t most = std::max<int64_t>(1, rows / 8);  // a part of fewer rows does not pay
   int64_t group = std::clamp<int64_t>(kPartColumns / columns, 1, most);
   int64_t grouped = rows / group;
   int64_t chunks = (grouped + kChunkRows - 1) / kChunkRows;
   int64_t full = std::min(grouped, kChunkRows);
   return {columns, group, chunks, full, grouped - full * (chunks - 1), rows - grouped * group};
+#else
+  return {columns, 1, 1, rows, rows, 0};
+#endif
 }
 
 // A tensor [batch, channels, elements], of which each row of elements has been reduced.

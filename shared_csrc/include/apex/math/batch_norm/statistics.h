@@ -3,7 +3,7 @@
 //   mean, biased variance                      of all elements of a channel
 //   sum of dy, sum of dy * (x - mean)          what the gradient needs of them
 //
-// A tensor is reduced to parts, see parts.h, and these are merged in double: they are few, and a
+// Where a tensor is reduced to parts, see parts.h, these are merged in double: they are few, and a
 // sum in float over ten thousand rows would lose what the last digits hold.
 // Ioffe & Szegedy 2015 (https://arxiv.org/abs/1502.03167).
 #pragma once
@@ -15,6 +15,37 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
+// What is stored of a channel's moments. Pointers are to [channels]; those that are null are not
+// written.
+template <class T>
+struct Statistics {
+  T* mean;
+  T* variance;           // unbiased if inv_std is given (0 of one element), else biased
+  T* inv_std = nullptr;  // 1 / sqrt(biased variance + eps)
+  double eps = 0.0;
+  T* running_mean = nullptr;      // gets the share `momentum` of mean, as running_variance does of
+  T* running_variance = nullptr;  // the unbiased variance
+  double momentum = 0.0;
+  int64_t* count = nullptr;  // one number, gets this:
+  int64_t elements = 0;      // per channel
+
+  template <class M>
+  APEX_HD void store(int64_t channel, const Moments<M>& moments) const {
+    const double n = moments[0], m2 = moments[2], biased = n > 0.0 ? m2 / n : 0.0;
+    mean[channel] = static_cast<T>(moments[1]);
+    variance[channel] = static_cast<T>(inv_std ? m2 / (n > 1.0 ? n - 1.0 : 1.0) : biased);
+    if (inv_std) inv_std[channel] = static_cast<T>(1.0 / std::sqrt(biased + eps));
+    if (running_mean) update(running_mean[channel], mean[channel]);
+    if (running_variance) update(running_variance[channel], variance[channel]);
+    if (count && channel == 0) *count = elements;
+  }
+
+ private:
+  APEX_HD void update(T& running, T value) const {
+    running = static_cast<T>(running + momentum * (static_cast<double>(value) - running));
+  }
+};
+
 // The moments of each column.
 template <class X>
 struct ColumnMoments {
@@ -22,9 +53,8 @@ struct ColumnMoments {
   using T = value_type;
   static constexpr int kSums = 3;
 
-  const X* x;   // [rows, columns]
-  T* mean;      // [columns]
-  T* variance;  // [columns], biased
+  const X* x;  // [rows, columns]
+  Statistics<T> results;
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
@@ -35,8 +65,7 @@ struct ColumnMoments {
     merge_moments(total, part);
   }
   APEX_HD void finish(int64_t column, const Moments<T>& moments) const {
-    mean[column] = moments[1];
-    variance[column] = variance_of(moments);
+    results.store(column, moments);
   }
 };
 
@@ -72,10 +101,7 @@ struct PartMoments {
   const T* part_mean;      // [parts, channels]
   const T* part_variance;  // [parts, channels], biased
   Counts counts;
-  T* mean;      // [channels]
-  T* variance;  // [channels]: unbiased if inv_std is given (0 of one element), else biased
-  T* inv_std;   // [channels] or null: 1 / sqrt(biased variance + eps)
-  double eps;
+  Statistics<T> results;
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
@@ -90,15 +116,23 @@ struct PartMoments {
     merge_moments(total, part);
   }
   APEX_HD void finish(int64_t channel, const Moments<double>& moments) const {
-    double biased = variance_of(moments);
-    mean[channel] = static_cast<T>(moments[1]);
-    if (inv_std == nullptr) {
-      variance[channel] = static_cast<T>(biased);
-      return;
-    }
-    double degrees = moments[0] > 1.0 ? moments[0] - 1.0 : 1.0;
-    variance[channel] = static_cast<T>(moments[2] / degrees);
-    inv_std[channel] = static_cast<T>(1.0 / std::sqrt(biased + eps));
+    results.store(channel, moments);
+  }
+};
+
+// What is stored of a channel's sums. Pointers are to [channels].
+template <class T>
+struct GradStatistics {
+  T* sum_dy;
+  T* sum_dy_xmu;
+  const T* inv_std = nullptr;  // with the next one, or null
+  T* weight_grad = nullptr;    // sum_dy_xmu * inv_std
+
+  template <class U>
+  APEX_HD void store(int64_t channel, const Array<U, 2>& sums) const {
+    sum_dy[channel] = static_cast<T>(sums[0]);
+    sum_dy_xmu[channel] = static_cast<T>(sums[1]);
+    if (weight_grad) weight_grad[channel] = sum_dy_xmu[channel] * inv_std[channel];
   }
 };
 
@@ -113,8 +147,7 @@ struct ColumnGradSums {
   const X* dy;    // [rows, columns]
   const X* x;     // [rows, columns]
   const T* mean;  // [columns]
-  T* sum_dy;      // [columns]
-  T* sum_dy_xmu;  // [columns]
+  GradStatistics<T> results;
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
@@ -126,8 +159,7 @@ struct ColumnGradSums {
         row.in(dy), row.in(x), row.shared(mean));
   }
   APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
-    sum_dy[column] = sums[0];
-    sum_dy_xmu[column] = sums[1];
+    results.store(column, sums);
   }
 };
 
@@ -180,8 +212,7 @@ struct PartSums {
 
   const T* part_dy;      // [parts, channels]
   const T* part_dy_xmu;  // [parts, channels]
-  T* sum_dy;             // [channels]
-  T* sum_dy_xmu;         // [channels]
+  GradStatistics<T> results;
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
@@ -193,8 +224,7 @@ struct PartSums {
         row.in(part_dy), row.in(part_dy_xmu));
   }
   APEX_HD void finish(int64_t channel, const Array<double, 2>& sums) const {
-    sum_dy[channel] = static_cast<T>(sums[0]);
-    sum_dy_xmu[channel] = static_cast<T>(sums[1]);
+    results.store(channel, sums);
   }
 };
 
@@ -205,8 +235,8 @@ struct EqualMoments {
 
   const T* part_mean;      // [channels, parts]
   const T* part_variance;  // [channels, parts], biased
-  T* mean;                 // [channels]
-  T* variance;             // [channels], biased
+  double count;            // elements per channel
+  Statistics<T> results;
 
   template <class R>
   APEX_HD void row(R& row) const {
@@ -214,10 +244,8 @@ struct EqualMoments {
     T mu = row.sum([](T mean) { return mean; }, means) / row.columns();
     T sum = row.sum([=](T mean, T variance) { return variance + (mean - mu) * (mean - mu); }, means,
                     row.in(part_variance));
-    row.once([&] {
-      mean[row.index()] = mu;
-      variance[row.index()] = sum / row.columns();
-    });
+    const double variance = sum / row.columns();
+    row.once([&] { results.store(row.index(), Moments<double>{{count, mu, variance * count}}); });
   }
 };
 
@@ -228,18 +256,14 @@ struct EqualSums {
 
   const T* part_dy;      // [channels, parts]
   const T* part_dy_xmu;  // [channels, parts]
-  T* sum_dy;             // [channels]
-  T* sum_dy_xmu;         // [channels]
+  GradStatistics<T> results;
 
   template <class R>
   APEX_HD void row(R& row) const {
     Array<T, 2> sums =
         row.template sums<2>([](T dy, T dy_xmu) { return Array<T, 2>{{dy, dy_xmu}}; },
                              row.in(part_dy), row.in(part_dy_xmu));
-    row.once([&] {
-      sum_dy[row.index()] = sums[0];
-      sum_dy_xmu[row.index()] = sums[1];
-    });
+    row.once([&] { results.store(row.index(), sums); });
   }
 };
 

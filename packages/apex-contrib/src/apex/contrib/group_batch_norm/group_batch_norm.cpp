@@ -8,10 +8,12 @@
 #include "apex/engine/colwise.h"
 #include "apex/engine/rowwise.h"
 #include "apex/math/batch_norm/batch_norm.h"
+#include "apex/math/batch_norm/parts.h"
+#include "apex/math/batch_norm/statistics.h"
+#include "apex/torch/batch_statistics.h"
 #include "apex/torch/context.h"
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
-#include "apex/torch/like.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -20,13 +22,10 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 
 // An op's input as the matrix [rows, channels].
-struct Rows {
-  const char* op;
-  const Tensor& x;
-  const char* name_of_x;
-  int64_t channels, count;
+struct Rows : Channels {
+  int64_t count;
 
-  Rows(const char* op, const Tensor& x, const char* name = "x") : op(op), x(x), name_of_x(name) {
+  Rows(const char* op, const Tensor& x, const char* name = "x") : Channels{op, x, name, 0} {
     check_tensors(op, {{name, x}});
     check(x.dim() > 0 && x.is_contiguous() && x.size(x.dim() - 1) > 0, op, ": ", name,
           " must be contiguous rows of at least one channel, got ", describe(x), ".");
@@ -34,34 +33,13 @@ struct Rows {
     count = x.numel() / channels;
   }
 
-  Tensor statistics(int64_t numel) const { return empty(x, {numel}, statistics_dtype(x)); }
-  Tensor per_channel() const { return statistics(channels); }
-
-  void check_operand(const char* name, const Tensor& tensor, int64_t numel,
-                     ScalarType dtype) const {
-    check_like(op, {name, tensor}, numel, dtype, {name_of_x, x});
-  }
-  void check_like_x(const char* name, const Tensor& tensor) const {
-    check_sizes(op, {name, tensor}, x.sizes(), x.scalar_type(), {name_of_x, x});
+  Tensor per_part(const Parts& parts) const {  // of a single part nothing is left to merge
+    return statistics(parts.count() == 1 ? 0 : parts.count() * channels);
   }
   template <class X>
   const X* like_x(const char* name, const Tensor& tensor) const {
-    check_like_x(name, tensor);
+    check_like_input({name, tensor});
     return data<X>(tensor, name);
-  }
-  void check_counts(const Tensor& count, int64_t numel) const {
-    check_operand("count", count, numel, ScalarType::Long);
-#if defined(APEX_CPU)  // a GPU would have to be waited for
-    const int64_t* numbers = data<int64_t>(count, "count");
-    for (int64_t i = 0; i < numel; ++i) {
-      check(numbers[i] >= 0, op, ": count[", i, "] must not be negative, got ", numbers[i], ".");
-    }
-#endif
-  }
-  template <class T>
-  const T* vector(const char* name, const Tensor& tensor) const {
-    check_operand(name, tensor, channels, statistics_dtype(x));
-    return data<T>(tensor, name);
   }
 };
 
@@ -93,17 +71,17 @@ void side_by_side(const Context& context, const Rows& rows, const Array<const T*
   rowwise(context, rows.count - done, rows.channels, make(vectors, done * rows.channels));
 }
 
-std::tuple<Tensor, Tensor> batch_norm_moments(const Tensor& x_rows) {
-  Rows rows("group_batch_norm_moments", x_rows);
-  Tensor mean = rows.per_channel(), variance = rows.per_channel();
+// Stores the moments of all channels by results(type): a Statistics of the type's.
+template <class Results>
+void moments(const Rows& rows, const Results& results) {
   Parts parts = parts_of_matrix(rows.count, rows.channels);
-  Tensor part_shift = rows.statistics(parts.count() * rows.channels);
-  Tensor part_variance = rows.statistics(parts.count() * rows.channels);
+  Tensor part_shift = rows.per_part(parts), part_variance = rows.per_part(parts);
   Tensor pivot = rows.statistics(parts.group * rows.channels);
-  Context context(x_rows);
-  dispatch_floating(rows.op, x_rows.scalar_type(), [&]<class X>() {
+  Context context(rows.x);
+  dispatch_floating(rows.op, rows.x.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
-    const X* x = data<X>(x_rows, "x");
+    const Statistics<T> all = results(T());
+    const X* x = data<X>(rows.x, rows.name_of_x);
     T *shifts = data<T>(part_shift, "shifts"), *variances = data<T>(part_variance, "variances");
     T* pivots = data<T>(pivot, "pivots");
     auto at = [&](int64_t row) { return x + row * rows.channels; };
@@ -113,41 +91,44 @@ std::tuple<Tensor, Tensor> batch_norm_moments(const Tensor& x_rows) {
                   {{at(rows.count / 4), at(rows.count / 2), at(rows.count - 1 - rows.count / 4)}},
                   pivots});
     }
+    const bool has_parts = parts.count() != 1;
     parts.each([&](int64_t count, int64_t columns, int64_t element, int64_t part) {
+      const Statistics<T> own = has_parts ? Statistics<T>{shifts + part, variances + part} : all;
       colwise(context, count, columns,
-              BatchNormMoments<X>{x + element, pivots, shifts + part, variances + part,
-                                  1.0 / static_cast<double>(count)});
+              BatchNormMoments<X>{x + element, pivots, own, static_cast<double>(count), has_parts});
     });
-    colwise(context, parts.count(), rows.channels,
-            BatchNormParts<T>{{shifts, variances, parts, data<T>(mean, "mean"),
-                               data<T>(variance, "variance"), nullptr, 0.0},
-                              pivots});
+    if (has_parts) {
+      colwise(context, parts.count(), rows.channels,
+              BatchNormParts<T>{{shifts, variances, parts, all}, pivots});
+    }
   });
-  return {mean, variance};
+}
+
+std::tuple<Tensor, Tensor> batch_norm_moments(const Tensor& x) {
+  Rows rows("group_batch_norm_moments", x);
+  return mean_and_variance<Statistics>(rows, [&](const auto& results) { moments(rows, results); });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_statistics(const Tensor& x,
+                                                                 const OptionalTensor& running_mean,
+                                                                 const OptionalTensor& running_var,
+                                                                 double eps, double momentum) {
+  Rows rows("group_batch_norm_statistics", x);
+  return all_statistics<Statistics>(rows, rows.count, running_mean, running_var, eps, momentum,
+                                    [&](const auto& results) { moments(rows, results); });
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_merge(const Tensor& mean, const Tensor& biased_var,
                                                     const Tensor& count, double eps) {
   Rows rows("group_batch_norm_merge", mean, "mean");
-  check(mean.scalar_type() == statistics_dtype(mean), rows.op,
-        ": mean must be float32 or float64, got ", describe(mean), ".");
-  rows.check_like_x("biased_var", biased_var);
-  rows.check_counts(count, rows.count);
-  Tensor total = rows.per_channel(), variance = rows.per_channel(), inv_std = rows.per_channel();
   Context context(mean);
-  CountsOf counts{data<int64_t>(count, "count")};
-  auto merge = [&]<class T>(T* means) {
-    colwise(context, rows.count, rows.channels,
-            PartMoments<T, CountsOf>{means, data<T>(biased_var, "biased_var"), counts,
-                                     data<T>(total, "mean"), data<T>(variance, "variance"),
-                                     data<T>(inv_std, "inv_std"), eps});
-  };
-  if (mean.scalar_type() == ScalarType::Double) {
-    merge(data<double>(mean, "mean"));
-  } else {
-    merge(data<float>(mean, "mean"));
-  }
-  return {total, variance, inv_std};
+  return merged_statistics<Statistics>(
+      rows, biased_var, count, eps,
+      [&]<class T>(int64_t parts, const T* means, const T* variances, const int64_t* counts,
+                   const Statistics<T>& results) {
+        colwise(context, parts, rows.channels,
+                PartMoments<T, CountsOf>{means, variances, {counts}, results});
+      });
 }
 
 Tensor batch_norm_forward(const Tensor& x, const OptionalTensor& z, const Tensor& mean,
@@ -171,16 +152,18 @@ Tensor batch_norm_forward(const Tensor& x, const OptionalTensor& z, const Tensor
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_sums(const Tensor& dy, const Tensor& x_rows,
-                                                   const OptionalTensor& y, const Tensor& mean) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_sums(const Tensor& dy, const Tensor& x_rows,
+                                                           const OptionalTensor& y,
+                                                           const Tensor& mean,
+                                                           const Tensor& inv_std) {
   Rows rows("group_batch_norm_sums", x_rows);
   Tensor sum_dy = rows.per_channel(), sum_dy_xmu = rows.per_channel();
+  Tensor weight_grad = rows.per_channel();
   Tensor masked =
       y ? empty_like(x_rows, x_rows.scalar_type()) : empty(x_rows, {0}, x_rows.scalar_type());
   Parts parts = parts_of_matrix(rows.count, rows.channels);
-  Tensor part_dy = rows.statistics(parts.count() * rows.channels);
-  Tensor part_dy_xmu = rows.statistics(parts.count() * rows.channels);
-  Tensor spread = rows.statistics(parts.group * rows.channels);
+  Tensor part_dy = rows.per_part(parts), part_dy_xmu = rows.per_part(parts);
+  Tensor spread = rows.statistics(parts.group > 1 ? parts.group * rows.channels : 0);
   Context context(x_rows);
   dispatch_floating(rows.op, x_rows.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
@@ -188,24 +171,31 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_sums(const Tensor& dy, const Tenso
     const X* output = y ? rows.like_x<X>("y", *y) : nullptr;
     X* to = data<X>(masked, "masked");
     T *a = data<T>(part_dy, "part_dy"), *b = data<T>(part_dy_xmu, "part_dy_xmu");
-    T* means = data<T>(spread, "mean");
-    const T* mu = rows.vector<T>("mean", mean);
-    rowwise(context, parts.group, rows.channels,
-            BatchNormPivots<T>{{{mu, mu, mu}}, means});  // a copy in each row
+    const T *mu = rows.vector<T>("mean", mean), *means = mu;
+    if (parts.group > 1) {
+      T* copies = data<T>(spread, "mean");
+      rowwise(context, parts.group, rows.channels,
+              BatchNormPivots<T>{{{mu, mu, mu}}, copies});  // one in each row
+      means = copies;
+    }
+    const GradStatistics<T> all{data<T>(sum_dy, "sum_dy"), data<T>(sum_dy_xmu, "sum_dy_xmu"),
+                                rows.vector<T>("inv_std", inv_std),
+                                data<T>(weight_grad, "weight_grad")};
+    const bool has_parts = parts.count() != 1;
     parts.each([&](int64_t count, int64_t columns, int64_t element, int64_t part) {
+      const GradStatistics<T> results = has_parts ? GradStatistics<T>{a + part, b + part} : all;
       if (output) {
         colwise(context, count, columns,
                 BatchNormMaskedSums<X>{gradient + element, x + element, output + element, means,
-                                       to + element, a + part, b + part});
+                                       to + element, results});
       } else {
         colwise(context, count, columns,
-                ColumnGradSums<X>{gradient + element, x + element, means, a + part, b + part});
+                ColumnGradSums<X>{gradient + element, x + element, means, results});
       }
     });
-    colwise(context, parts.count(), rows.channels,
-            PartSums<T>{a, b, data<T>(sum_dy, "sum_dy"), data<T>(sum_dy_xmu, "sum_dy_xmu")});
+    if (has_parts) colwise(context, parts.count(), rows.channels, PartSums<T>{a, b, all});
   });
-  return {masked, sum_dy, sum_dy_xmu};
+  return {masked, sum_dy, sum_dy_xmu, weight_grad};
 }
 
 Tensor batch_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
@@ -235,6 +225,7 @@ Tensor batch_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& mean
 
 APEX_KERNELS(apex_contrib, m) {
   m.impl("group_batch_norm_moments", TORCH_BOX(&batch_norm_moments));
+  m.impl("group_batch_norm_statistics", TORCH_BOX(&batch_norm_statistics));
   m.impl("group_batch_norm_merge", TORCH_BOX(&batch_norm_merge));
   m.impl("group_batch_norm_forward", TORCH_BOX(&batch_norm_forward));
   m.impl("group_batch_norm_sums", TORCH_BOX(&batch_norm_sums));

@@ -37,11 +37,11 @@ struct BatchNormMoments {
   using T = value_type;
   static constexpr int kSums = 2, kRowsAtOnce = 4;
 
-  const X* x;       // [rows, columns]
-  const T* pivots;  // [columns]
-  T* shift;         // [columns], mean - pivot: rounded, the mean itself would lose digits of that
-  T* variance;      // [columns], biased
-  double share;     // 1 / rows
+  const X* x;             // [rows, columns]
+  const T* pivots;        // [columns]
+  Statistics<T> results;  // of a part: mean - pivot, as the mean itself would lose digits of that
+  double rows;
+  bool is_part;
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
@@ -54,9 +54,11 @@ struct BatchNormMoments {
         row.in(x), row.shared(pivots));
   }
   APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
-    double from_pivot = sums[0] * share, var = sums[1] * share - from_pivot * from_pivot;
-    shift[column] = static_cast<T>(from_pivot);
-    variance[column] = static_cast<T>(var < 0 ? 0 : var);  // NaN stays
+    const double share = rows > 0 ? 1 / rows : 0, shift = sums[0] * share;
+    const double var = sums[1] * share - shift * shift;
+    const double pivot = is_part || rows == 0 ? 0 : pivots[column];
+    const double m2 = var < 0 ? 0 : var * rows;  // NaN stays
+    results.store(column, Moments<double>{{rows, pivot + shift, m2}});
   }
 };
 
@@ -77,8 +79,8 @@ struct BatchNormParts {
     merge_moments(total, part);
   }
   APEX_HD void finish(int64_t channel, const Moments<double>& moments) const {
-    parts.finish(channel, moments);
-    if (moments[0] > 0) parts.mean[channel] = static_cast<T>(pivots[channel] + moments[1]);
+    const double pivot = moments[0] > 0 ? pivots[channel] : 0;
+    parts.finish(channel, Moments<double>{{moments[0], pivot + moments[1], moments[2]}});
   }
 };
 
@@ -95,8 +97,7 @@ struct BatchNormMaskedSums {
   const X* y;     // the forward's output
   const T* mean;  // [columns]
   X* masked;
-  T* sum_dy;      // [columns]
-  T* sum_dy_xmu;  // [columns]
+  GradStatistics<T> results;
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
@@ -109,8 +110,7 @@ struct BatchNormMaskedSums {
         row.out(masked), row.in(dy), row.in(y), row.in(x), row.shared(mean));
   }
   APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
-    sum_dy[column] = sums[0];
-    sum_dy_xmu[column] = sums[1];
+    results.store(column, sums);
   }
 };
 

@@ -26,6 +26,28 @@ def moments(x: Tensor) -> _Vectors:
 
 
 @library.define(
+    "group_batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "float eps, float momentum) -> (Tensor mean, Tensor var, Tensor inv_std, Tensor count)"
+)
+def statistics(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    momentum: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All that a single rank needs of its rows, and the running statistics updated by it.
+
+    Mean, unbiased variance, ``1 / sqrt(biased_var + eps)``, and the int64 ``[1]`` number of rows.
+    Running ones that are not None become ``(1 - momentum) * running + momentum * new`` in place.
+
+    Source:
+        Ioffe & Szegedy, *Batch Normalization*, 2015, algorithm 1.
+    """
+    return *(_statistics(x) for _ in range(3)), x.new_empty([1], dtype=torch.int64)
+
+
+@library.define(
     "group_batch_norm_merge(Tensor mean, Tensor biased_var, Tensor count, float eps)"
     " -> (Tensor mean, Tensor var, Tensor inv_std)"
 )
@@ -63,17 +85,19 @@ def forward(
 
 
 @library.define(
-    "group_batch_norm_sums(Tensor dy, Tensor x, Tensor? y, Tensor mean)"
-    " -> (Tensor masked, Tensor sum_dy, Tensor sum_dy_xmu)"
+    "group_batch_norm_sums(Tensor dy, Tensor x, Tensor? y, Tensor mean, Tensor inv_std)"
+    " -> (Tensor masked, Tensor sum_dy, Tensor sum_dy_xmu, Tensor weight_grad)"
 )
-def sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sums(
+    dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, inv_std: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dy``, or 0 where ``y <= 0``; and its sums over rows, alone and times ``x - mean``.
 
     Without ``y`` nothing is masked, and ``masked`` is ``[0]``. The first sum is the bias' gradient,
-    the second times ``inv_std`` that of the weight; both are statistics.
+    the second times ``inv_std`` that of the weight; all are statistics.
     """
     masked = x.new_empty([0]) if y is None else torch.empty_like(x)
-    return masked, _statistics(x), _statistics(x)
+    return masked, *(_statistics(x) for _ in range(3))
 
 
 @library.define(

@@ -11,10 +11,12 @@ from torch.autograd import Function
 
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import check_floating, exact, statistics_dtype
-from .._shared.native.rank_statistics import gather_statistics, reduce_sums, update_running
+from .._shared.native.plain import plainness
+from .._shared.native.rank_statistics import BatchKernels, batch_statistics, reduce_sums
 from .._shared.native.transforms import refuse_transforms
 from . import ops
 
+_KERNELS = BatchKernels(ops.statistics, ops.moments, ops.merge)
 _REMEDY = "Use torch.nn.BatchNorm2d, or the like, there."
 
 
@@ -67,7 +69,7 @@ def gradients(
 
     ``count`` is None where the statistics are constants, ``y`` where there is no ReLU.
     """
-    masked, sum_dy, sum_dy_xmu = ops.sums(dy, x, y, mean)
+    masked, sum_dy, sum_dy_xmu, weight_grad = ops.sums(dy, x, y, mean, inv_std)
     dz = dy if y is None else masked
     dx = None
     if needs_x:
@@ -77,7 +79,7 @@ def gradients(
         else:
             of_all = reduce_sums(sum_dy, sum_dy_xmu, group, size_of(group))
         dx = ops.backward(dz, x, mean, inv_std, weight, *of_all, count)
-    return dx, dz, sum_dy_xmu * inv_std, sum_dy
+    return dx, dz, weight_grad, sum_dy
 
 
 def rows_of_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -128,23 +130,6 @@ def group_of(name: str, size: int) -> dist.ProcessGroup | None:
     return _made[size][1]
 
 
-def batch_statistics(
-    name: str, x: Tensor, eps: float, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, unbiased variance, inverse standard deviation and int64 ``[1]`` rows of all ranks."""
-    mean, biased_var = ops.moments(x)
-    ranks, count = size_of(group), x.numel() // x.shape[-1]
-    means, biased_vars, counts = gather_statistics(mean, biased_var, count, group, ranks)
-    total = counts if ranks == 1 else counts.sum().view(1)
-    # With two rows here there is nothing to look up, which on a GPU would wait for it.
-    if count < 2 and int(total) < 2:
-        raise ValueError(
-            f"{name}: expected more than 1 value per channel when training, got input "
-            f"{list(x.shape)} with channels last, and {int(total)} values on all {ranks} ranks."
-        )
-    return *ops.merge(means, biased_vars, counts, eps), total
-
-
 def group_batch_norm(
     name: str,
     x: Tensor,
@@ -182,9 +167,9 @@ def group_batch_norm(
     x, z = x.contiguous(), None if z is None else z.contiguous()
     with torch.no_grad():
         if from_batch:
-            mean, var, inv_std, count = batch_statistics(name, x.detach(), eps, group)
-            update_running(running_mean, mean, momentum)
-            update_running(running_var, var, momentum)
+            running = running_mean, running_var
+            given = *running, eps, momentum, group, size_of(group), plainness(x, *running)
+            mean, inv_std, count = batch_statistics(name, _KERNELS, x.detach(), (), *given)
         elif running_mean is None or running_var is None:
             raise ValueError(f"{name}: there are no running statistics to normalize by.")
         else:

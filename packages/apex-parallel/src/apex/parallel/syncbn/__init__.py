@@ -1,6 +1,7 @@
 """Kernels of synchronised batch normalization: statistics, normalization, and their gradients."""
 
 from .ops import (
+    batch_statistics,
     batchnorm_backward,
     batchnorm_forward,
     reduce_bn,
@@ -11,6 +12,7 @@ from .ops import (
 )
 
 __all__ = [
+    "batch_statistics",
     "batchnorm_backward",
     "batchnorm_forward",
     "reduce_bn",

@@ -66,8 +66,9 @@ class SyncBatchnormFunction(Function):
         input, copy, weight, mean, inv_std = ctx.saved_tensors
         x = ctx.layout.arrange(input) if copy is None else copy
         dy = ctx.layout.arrange(grad_output.to(x.dtype))
-        sum_dy, sum_dy_xmu = reduce_bn(dy, x, mean, ctx.layout.channel_last)
-        grad_input = grad_weight = grad_bias = None
+        sums = reduce_bn(dy, x, mean, inv_std, ctx.layout.channel_last)
+        sum_dy, sum_dy_xmu, grad_weight = sums
+        grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
             count = torch.full((1,), x.numel() // mean.numel(), device=x.device)
             ctx.ranks = group_size(ctx.process_group)
@@ -77,8 +78,7 @@ class SyncBatchnormFunction(Function):
             grad_input = ctx.layout.restore(
                 input_gradient(dy, x, mean, inv_std, w, sum_dy, sum_dy_xmu, count, ctx)
             )
-        if ctx.needs_input_grad[1]:
-            grad_weight = (sum_dy_xmu * inv_std).to(weight.dtype)
+        grad_weight = grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[2]:
             grad_bias = sum_dy.to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None

@@ -30,6 +30,39 @@ def welford_mean_var(input: Tensor, channel_last: bool) -> tuple[Tensor, Tensor]
 
 
 @library.define(
+    "batch_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "float eps, float momentum, bool channel_last)"
+    " -> (Tensor mean, Tensor var, Tensor inv_std, Tensor count)"
+)
+def batch_statistics(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    momentum: float,
+    channel_last: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All that a single rank needs of its batch, and the running statistics updated by it.
+
+    Args:
+        running_mean, running_var: statistics, each updated in place unless it is None:
+            ``(1 - momentum) * running + momentum * new``, where ``new`` is ``mean`` or ``var``.
+        eps: added to the biased variance, in units of the input squared.
+        momentum: share of the batch in the running statistics.
+
+    Returns:
+        mean, var: of each channel, the variance unbiased; 0 of an empty input.
+        inv_std: ``1 / sqrt(biased variance + eps)``.
+        count: one int64 element, elements per channel.
+
+    Source:
+        Welford, *Note on a method for calculating corrected sums of squares and products*, 1962.
+    """
+    count = input.new_empty([1], dtype=torch.int64)
+    return *(_statistics(input, channel_last) for _ in range(3)), count
+
+
+@library.define(
     "welford_parallel(Tensor mean, Tensor biased_var, Tensor count, float eps)"
     " -> (Tensor mean, Tensor var, Tensor inv_std)"
 )
@@ -100,17 +133,18 @@ def relu_bw(
 
 
 @library.define(
-    "reduce_bn(Tensor grad_output, Tensor input, Tensor mean, bool channel_last)"
-    " -> (Tensor sum_dy, Tensor sum_dy_xmu)"
+    "reduce_bn(Tensor grad_output, Tensor input, Tensor mean, Tensor inv_std, bool channel_last)"
+    " -> (Tensor sum_dy, Tensor sum_dy_xmu, Tensor weight_grad)"
 )
 def reduce_bn(
-    grad_output: Tensor, input: Tensor, mean: Tensor, channel_last: bool
-) -> tuple[Tensor, Tensor]:
+    grad_output: Tensor, input: Tensor, mean: Tensor, inv_std: Tensor, channel_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over each channel of ``grad_output`` and of ``grad_output * (input - mean)``.
 
-    The first is the gradient of the bias, the second times ``inv_std`` that of the weight.
+    The first is the gradient of the bias, the second times ``inv_std`` that of the weight; all are
+    statistics.
     """
-    return _statistics(input, channel_last), _statistics(input, channel_last)
+    return tuple(_statistics(input, channel_last) for _ in range(3))
 
 
 @library.define(

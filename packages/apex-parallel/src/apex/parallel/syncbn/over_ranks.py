@@ -13,7 +13,7 @@ from torch.autograd import Function
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
 from .._shared.native.plain import apply_of, plainness
-from .._shared.native.rank_statistics import reduce_sums, update_running
+from .._shared.native.rank_statistics import batch_statistics, reduce_sums
 from .._shared.native.transforms import refuse_transforms
 from .arrange import (
     NAME,
@@ -23,7 +23,7 @@ from .arrange import (
     check_operands,
 )
 from .ops import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw
-from .statistics import batch_statistics, group_size
+from .statistics import KERNELS, group_size
 
 
 def refuse_batch_norm_transforms() -> None:
@@ -71,7 +71,7 @@ class SyncBatchnormFunction(Function):
                 they are not None. If False, normalize by the running ones.
             momentum: share of the batch in the new running statistics.
         """
-        if not plainness():
+        if not (plain := plainness()):
             refuse_batch_norm_transforms()
         channel_last = channel_last or input.dim() == 2
         vectors = {
@@ -85,11 +85,19 @@ class SyncBatchnormFunction(Function):
         x, added = layout.arrange(input), None if z is None else layout.arrange(z)
         if track_running_stats:
             ranks = ctx.ranks = group_size(process_group)
-            mean, var, inv_std, count = batch_statistics(
-                x, layout.channel_last, eps, process_group, ranks
+            mean, inv_std, count = batch_statistics(
+                NAME,
+                KERNELS,
+                x,
+                (layout.channel_last,),
+                running_mean,
+                running_variance,
+                eps,
+                momentum,
+                process_group,
+                ranks,
+                plain,
             )
-            update_running(running_mean, mean, momentum)
-            update_running(running_variance, var, momentum)
         else:
             mean, inv_std = given_statistics(running_mean, running_variance, eps, x.dtype)
             count = None
@@ -113,14 +121,13 @@ class SyncBatchnormFunction(Function):
         w, b = affine_vectors(x, mean.numel(), weight, bias)
         if ctx.fuse_relu:
             dy = relu_bw(dy, x, added, mean, inv_std, w, b, channel_last)
-        sum_dy, sum_dy_xmu = reduce_bn(dy, x, mean, channel_last)
-        grad_input = grad_weight = grad_bias = None
+        sum_dy, sum_dy_xmu, grad_weight = reduce_bn(dy, x, mean, inv_std, channel_last)
+        grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_input = ctx.layout.restore(
                 input_gradient(dy, x, mean, inv_std, w, sum_dy, sum_dy_xmu, count, ctx)
             )
-        if ctx.needs_input_grad[2]:
-            grad_weight = (sum_dy_xmu * inv_std).to(weight.dtype)
+        grad_weight = grad_weight.to(weight.dtype) if ctx.needs_input_grad[2] else None
         if ctx.needs_input_grad[3]:
             grad_bias = sum_dy.to(ctx.bias_dtype)
         grad_z = ctx.layout.restore(dy) if ctx.needs_input_grad[1] else None
