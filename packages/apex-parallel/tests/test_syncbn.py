@@ -14,6 +14,7 @@ SIZES = {
     "odd": (3, 5, 7),
     "packs": (2, 64, 64),
     "tail": (3, 70, 131),
+    "halves": (2, 40, 150),  # of a column's rows: a GPU sums 128 to 255 in a block
     "tall": (1185, 3, 5),
     "wide": (5, 1100, 3),
     "long": (2, 3, 20_001),
