@@ -126,6 +126,16 @@ def test_matches_the_oracle(dtype, shape, layout, kind, device):
     assert_as_accurate_as(reference, actual, x, *rest, dy, ulps=3.0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_that_begin_at_no_pack(dtype, device):
+    """Their width fills packs, and their memory begins one element behind."""
+    given = (scores(dtype, device, (2, 3, 5, 64)) for _ in range(2))
+    x, dy = (torch.cat([v.new_zeros(1), v.flatten()])[1:].view(v.shape) for v in given)
+    actual = with_gradient(CASES["plain"].function, x, dy)
+    reference = lambda *given: with_gradient(CASES["plain"].oracle, *given)
+    assert_as_accurate_as(reference, actual, x, dy, ulps=3.0)
+
+
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_formula(case, check, device):
