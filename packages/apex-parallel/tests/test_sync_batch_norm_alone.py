@@ -291,6 +291,15 @@ def test_forward_mode_through_the_gradient_is_refused(function, device):
             torch.autograd.grad(y, x, dual)
 
 
+def test_running_statistics_tell_autograd_that_they_are_written():
+    """A plain call leaves out the Python that does it for all operators."""
+    norm = SyncBatchNorm(3)
+    before = norm.running_mean._version, norm.running_var._version
+    norm(torch.randn(4, 3, 2))
+    after = norm.running_mean._version, norm.running_var._version
+    assert all(new > old for new, old in zip(after, before, strict=True))
+
+
 def test_python_calls():
     """Of forward and backward, our own: a step takes as long as they do, on a small input."""
     norm, x = SyncBatchNorm(2), torch.randn(4, 2, 3, requires_grad=True)
