@@ -18,6 +18,8 @@ class Context {
 
   gpu_stream stream() const { return stream_; }
 
+  bool takes_long_parameters() const { return emulation::most_parameter_bytes() > 4096; }
+
   void* workspace(size_t bytes) const {
     workspaces_.push_back(empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
     void* data = memory_of(workspaces_.back(), "workspace");

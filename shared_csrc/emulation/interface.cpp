@@ -38,6 +38,8 @@ void begin_atomic(const void* address, size_t bytes, Site site) {
 
 void run(const Launch& launch) { machine().run(launch); }
 
+size_t most_parameter_bytes() { return machine().width == 32 ? 32764 : 4096; }
+
 Stream* open_stream() {
   ++machine().open_contexts;
   return reinterpret_cast<Stream*>(&machine());

@@ -25,6 +25,9 @@ struct Launch {
 // Runs every block; raises std::runtime_error with a report of the first fault.
 void run(const Launch& launch);
 
+// Of a kernel: with warps of 32 lanes as of CUDA 12.1 on, with those of 64 what every GPU grants.
+size_t most_parameter_bytes();
+
 // The only stream, there while an op has a context: a launch without one is a fault.
 Stream* open_stream();
 void close_stream();

@@ -64,9 +64,10 @@ void Machine::check_launch() const {
     refuse(launch, std::to_string(launch.shared_bytes) +
                        " bytes of dynamic shared memory, expected at most 49152.");
   }
-  if (launch.parameter_bytes > kMaxParameterBytes) {
-    refuse(launch,
-           std::to_string(launch.parameter_bytes) + " bytes of parameters, expected at most 4096.");
+  if (launch.parameter_bytes > most_parameter_bytes()) {
+    refuse(launch, std::to_string(launch.parameter_bytes) +
+                       " bytes of parameters, expected at most " +
+                       std::to_string(most_parameter_bytes()) + ".");
   }
   if (open_contexts == 0 || reinterpret_cast<const Machine*>(launch.stream) == this) return;
   refuse(launch, "the stream is not the current one of the op's context.");

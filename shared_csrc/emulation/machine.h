@@ -17,7 +17,6 @@ inline constexpr size_t kGapBytes =
 
 // What every supported GPU grants: sm_80's limits and gfx90a's, whichever is stricter.
 inline constexpr size_t kMaxSharedBytes = 48 * 1024;  // sm_80 without opting in; gfx90a has 64 KiB
-inline constexpr size_t kMaxParameterBytes = 4096;
 inline constexpr uint64_t kMaxGrid[3] = {0x7fffffff, 65535, 65535};
 inline constexpr unsigned kMaxBlock[3] = {1024, 1024, 64};
 inline constexpr uint64_t kMaxThreadsPerDimension = 0xffffffff;  // of a whole grid, in HIP

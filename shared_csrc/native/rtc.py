@@ -73,6 +73,7 @@ _Find = ctypes.CFUNCTYPE(
 
 
 _Enter = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_TakesLong = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
 class _Connection(ctypes.Structure):
@@ -83,6 +84,7 @@ class _Connection(ctypes.Structure):
         ("launch", ctypes.c_void_p),
         ("describe", ctypes.c_void_p),
         ("enter", _Enter),
+        ("takes_long_parameters", _TakesLong),
     )
 
 
@@ -115,6 +117,12 @@ class Driver:
         if context.value is None:
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             self._call("cuCtxSetCurrent", context)
+
+    def version(self) -> int:
+        """The newest CUDA that it knows: 12010 is 12.1."""
+        version = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(version))
+        return version.value
 
     def load(self, symbol: str, image: bytes) -> int:
         """Load machine code or PTX; return the kernel, for every card that it suits."""
@@ -364,9 +372,29 @@ def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
             ctypes.memmove(problem, text + b"\0", len(text) + 1)
             return 1
 
-    connection = _Connection(_Find(find), None, None, _Enter(lambda d: driver().enter(d)))
+    connection = _Connection(
+        _Find(find),
+        None,
+        None,
+        _Enter(lambda device: driver().enter(device)),
+        _TakesLong(takes_long_parameters),
+    )
     _connections.append(connection)
     library.apex_rtc_connect(ctypes.byref(connection))
+
+
+def takes_long_parameters(device: int) -> bool:
+    """Whether a kernel may have 32,764 bytes of parameters there instead of 4 KiB.
+
+    Compiler, driver and card decide: from CUDA 12.1 and compute capability 7.0 on.
+    """
+    import torch
+
+    try:
+        known = min(driver().version(), 1000 * nvrtc().version[0] + 10 * nvrtc().version[1])
+        return known >= 12010 and torch.cuda.get_device_capability(device) >= (7, 0)
+    except BuildError:  # what is wrong is told where a kernel is asked for
+        return False
 
 
 def _load(kernel: Kernel, device: int, op_folders: dict[str, Path]) -> int:

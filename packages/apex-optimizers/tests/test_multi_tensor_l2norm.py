@@ -16,7 +16,7 @@ SIZES = {
     "with_empty": [0, 5, 0, 64, 0],
     "scalar": [()],
     "many": [3] * 300,
-    "batches": [3] * 10 + [0] * 320 + [5] * 10,  # on a GPU, one of them without elements
+    "batches": [3] * 10 + [0] * 480 + [5] * 10,  # on a GPU, one of them without elements
     "large": SEVERAL_CHUNKS,
 }
 

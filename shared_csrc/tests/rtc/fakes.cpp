@@ -17,7 +17,7 @@ struct Kernel {
 
 namespace {
 
-int mode = 0, loads = 0, loads_outside_of_graphs = 0, compilations = 0;
+int version = 13000, mode = 0, loads = 0, loads_outside_of_graphs = 0, compilations = 0;
 std::string last_symbol, last_image;
 constexpr int kRelaxed = 2, kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201;
 thread_local int context = 0;  // of a device, from 1 on
@@ -33,6 +33,12 @@ FAKE int fake_mode() { return mode; }
 FAKE const char* fake_symbol() { return last_symbol.c_str(); }
 FAKE const char* fake_image() { return last_image.c_str(); }
 
+FAKE void fake_version(int newest) { version = newest; }
+
+FAKE int cuDriverGetVersion(int* newest) {
+  *newest = version;
+  return 0;
+}
 FAKE int cuCtxGetCurrent(void** current) {
   *current = reinterpret_cast<void*>(static_cast<long>(context));
   return 0;

@@ -23,7 +23,7 @@ from shared_csrc.native.errors import BuildError  # noqa: E402
 pytestmark = pytest.mark.builds
 COUNT, SLOPE, OFFSET = 40, 0.5, 3.25
 EXPECTED = [SLOPE * i + OFFSET for i in range(COUNT)]
-CAPABILITIES = {0: (9, 0), 1: (9, 0), 2: (12, 1), 3: (7, 0), 70: (9, 0)}
+CAPABILITIES = {0: (9, 0), 1: (9, 0), 2: (12, 1), 3: (7, 0), 4: (6, 1), 70: (9, 0)}
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +99,20 @@ def draw(library, device=0, threads=64):
 def test_a_launch_has_the_kernels_parameters(cache, open_drawn, fakes):
     assert draw(open_drawn()) == EXPECTED
     assert fakes[0].fake_symbol() == b"_Z4drawIfEvPT_i4Line"
+
+
+@pytest.mark.parametrize(
+    ("newest", "device", "long"), [(12000, 0, 0), (12010, 0, 1), (13000, 3, 1), (13000, 4, 0)]
+)
+def test_driver_and_card_say_how_long_parameters_may_be(
+    cache, open_drawn, fakes, newest, device, long
+):
+    fakes[0].fake_version(newest)
+    library = open_drawn()
+    assert library.apex_takes_long_parameters(device) == long
+    fakes[0].fake_version(12000 if long else 13000)
+    assert library.apex_takes_long_parameters(device) == long  # it is asked once
+    fakes[0].fake_version(13000)
 
 
 def test_a_kernel_is_compiled_and_loaded_once_for_cards_of_a_kind(cache, open_drawn, fakes):

@@ -20,7 +20,7 @@ inline constexpr int kRowThreads = 512;    // of a row, at most
 inline constexpr int kRowPacks = 4;        // that a thread keeps, at most
 inline constexpr int kReadThreads = 256;   // of a row that is not kept, at most
 inline constexpr int kReadPacks = 2;       // that it takes together of rows that are not kept
-inline constexpr int kRowLoads = 8;        // of 16 bytes, that a thread has under way
+inline constexpr int kRowLoads = 8;        // of 16 bytes, that a thread has under way; in lists too
 // Blocks that registers must suffice for; 0: what compilers choose, which spill a word for more.
 inline constexpr int kRowResidentBlocks = 0;
 inline constexpr int kKeptResidentBlocks = 1;  // of rows that are kept
@@ -45,7 +45,7 @@ inline constexpr int kSegmentThreads = 256;
 
 // Lists of tensors.
 inline constexpr int kForeachThreads = 256;
-inline constexpr int kForeachPacks = 4;           // packs per thread: several loads in flight
+inline constexpr int kForeachPacks = 4;           // of a thread, at most, and at most kRowLoads
 inline constexpr int kForeachResidentBlocks = 0;  // see kRowResidentBlocks
 // Packs that a thread combines in T before it goes on in double: more would lose digits, fewer
 // would ask too much of GPUs whose double arithmetic is slow.

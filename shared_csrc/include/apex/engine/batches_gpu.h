@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "apex/core/gpu.h"
 #include "apex/core/gpu_shapes.h"
@@ -12,34 +13,36 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Kernel parameters may take 4 KiB on every GPU; some room is for the functor.
-inline constexpr size_t kForeachTableBytes = 3584;
+// Kernel parameters may take 4 KiB on every GPU, and 32,764 bytes where a context says so; some
+// room is for the functor.
+inline constexpr size_t kTableBytes = 3584;
+inline constexpr size_t kLongTableBytes = 31744;
 
 // A batch of tensors by value, each a range of blocks of kBlockElements. Travelling as a kernel
 // parameter it needs no copy to the device, no synchronisation, and is safe under graph capture.
-template <int kColumns, int64_t kBlockElements>
+template <int kOfColumns, int64_t kBlockElements, bool kIsLong>
 struct ForeachBatch {
+  static constexpr int kColumns = kOfColumns;
+  static constexpr bool kLong = kIsLong;
+  static constexpr size_t kBytes = kLong ? kLongTableBytes : kTableBytes;
   static constexpr int kTensors =
-      static_cast<int>(kForeachTableBytes / (kColumns * sizeof(void*) + 2 * sizeof(int64_t)));
+      static_cast<int>((kBytes - sizeof(int)) / (kColumns * sizeof(void*) + 2 * sizeof(int)));
   void* data[kTensors][kColumns];
-  int64_t numel[kTensors];
-  int64_t first_block[kTensors];  // prefix sum of blocks
-  int64_t first_tensor;           // row of the table that data[0] is
-  Array<Storage, kColumns> storage;
+  int first_block[kTensors + 1];  // prefix sum of blocks
+  int last_elements[kTensors];    // of each tensor's last block
   int tensors;
-  int64_t blocks;         // of the batch
+  int64_t first_tensor;   // row of the table that data[0] is
   int64_t blocks_before;  // of the batches before
+  Array<Storage, kColumns> storage;
 
-  APEX_HD int64_t blocks_of(int tensor) const {
-    return (numel[tensor] + kBlockElements - 1) / kBlockElements;
-  }
+  APEX_HD int blocks() const { return first_block[tensors]; }
 
   // The tensor that the calling block works on.
   APEX_DEVICE int tensor_of_block() const {
     int low = 0, high = tensors - 1;
     while (low < high) {
       int middle = (low + high + 1) / 2;
-      if (first_block[middle] <= static_cast<int64_t>(blockIdx.x)) {
+      if (first_block[middle] <= static_cast<int>(blockIdx.x)) {
         low = middle;
       } else {
         high = middle - 1;
@@ -48,36 +51,67 @@ struct ForeachBatch {
     return low;
   }
 
-  // The first of this tensor's elements that are the calling block's.
+  // The calling block's elements of this tensor: where they begin, and how many there are.
   APEX_DEVICE int64_t begin_of_block(int tensor) const {
-    return (static_cast<int64_t>(blockIdx.x) - first_block[tensor]) * kBlockElements;
+    return int64_t{static_cast<int>(blockIdx.x) - first_block[tensor]} * kBlockElements;
+  }
+  APEX_DEVICE int elements_of_block(int tensor) const {
+    const int behind = first_block[tensor + 1] - static_cast<int>(blockIdx.x);
+    if (behind > 1) return static_cast<int>(kBlockElements);
+    return behind == 1 ? last_elements[tensor] : 0;  // 0: a batch without elements
+  }
+
+  // body(tensor, begin, views...) with a view of each column.
+  template <class... Views, class Body>
+  APEX_DEVICE void with_views(const Body& body) const {
+    with_views<Views...>(std::index_sequence_for<Views...>{}, body);
+  }
+  template <class... Views, size_t... I, class Body>
+  APEX_DEVICE void with_views(std::index_sequence<I...>, const Body& body) const {
+    const int tensor = tensor_of_block();
+    const int64_t begin = begin_of_block(tensor);
+    body(tensor, begin, Views(data[tensor][I], begin, storage[I])...);
+  }
+
+  // Whether there was room for one more tensor, which is then the last.
+  bool add(void* const* columns, int64_t numel) {
+    const int64_t blocks = (numel + kBlockElements - 1) / kBlockElements;
+    const int64_t end = first_block[tensors] + blocks;
+    if (tensors == kTensors || (tensors > 0 && end > std::numeric_limits<int>::max())) return false;
+    std::copy_n(columns, kColumns, data[tensors]);
+    last_elements[tensors] = static_cast<int>(numel - (blocks - 1) * kBlockElements);
+    first_block[++tensors] = static_cast<int>(end);
+    return true;
   }
 };
 
 // Calls body(batch) for batches of the table's tensors, in order.
-template <int kColumns, int64_t kBlockElements, class Body>
-void for_each_batch(const TensorTable& table, const Body& body) {
-  using Batch = ForeachBatch<kColumns, kBlockElements>;
-  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
+template <class Batch, class Body>
+void for_each_batch_of(const TensorTable& table, const Body& body) {
   Batch batch;
-  batch.storage = table.storages<kColumns>();
+  batch.storage = table.storages<Batch::kColumns>();
   batch.blocks_before = 0;
+  batch.first_block[0] = 0;
   for (int64_t tensor = 0; tensor < table.tensors();) {
     batch.first_tensor = tensor;
     batch.tensors = 0;
-    batch.blocks = 0;
-    for (; tensor < table.tensors() && batch.tensors < Batch::kTensors; ++tensor) {
-      const int next = batch.tensors;
-      batch.numel[next] = table.numel[tensor];
-      if (next > 0 && batch.blocks + batch.blocks_of(next) > kMaxBlocks) break;
-      std::copy_n(table.row(tensor), kColumns, batch.data[next]);
-      batch.first_block[next] = batch.blocks;
-      batch.blocks += batch.blocks_of(next);
-      ++batch.tensors;
-    }
+    while (tensor < table.tensors() && batch.add(table.row(tensor), table.numel[tensor])) ++tensor;
     body(batch);
-    batch.blocks_before += batch.blocks;
+    batch.blocks_before += batch.blocks();
   }
+}
+
+// Long batches where they are fewer: a launch copies all of its parameters.
+template <int kColumns, int64_t kBlockElements, class Context, class Body>
+void for_each_batch(const Context& context, const TensorTable& table, const Body& body) {
+  using Short = ForeachBatch<kColumns, kBlockElements, false>;
+  if constexpr (requires { context.takes_long_parameters(); }) {
+    using Long = ForeachBatch<kColumns, kBlockElements, true>;
+    if (table.tensors() > Short::kTensors && context.takes_long_parameters()) {
+      return for_each_batch_of<Long>(table, body);
+    }
+  }
+  for_each_batch_of<Short>(table, body);
 }
 
 // Partial results of a table's blocks, `stride` numbers each, in memory of the device: those of all
@@ -87,16 +121,16 @@ class Partials {
  public:
   template <class Context>
   Partials(const Context& context, const TensorTable& table, int stride) : stride_(stride) {
-    int64_t blocks = 0;
-    for (int64_t t = 0; t < table.tensors(); ++t) {
-      blocks += (table.numel[t] + kBlockElements - 1) / kBlockElements;
-    }
+    for (int64_t numel : table.numel) blocks_ += (numel + kBlockElements - 1) / kBlockElements;
     // A place more, for the block of a batch that has no elements.
-    const int64_t places = (blocks + 1) * stride;
+    const int64_t places = (blocks_ + 1) * stride;
     partials_ =
         static_cast<double*>(context.workspace((places + table.tensors() + 1) * sizeof(double)));
     starts_ = reinterpret_cast<int64_t*>(partials_ + places);
   }
+
+  int64_t blocks() const { return blocks_; }
+  double* all() const { return partials_; }
 
   // Those of the calling block.
   template <class Batch>
@@ -110,8 +144,7 @@ class Partials {
   APEX_DEVICE void locate(const Batch& batch) const {
     if (blockIdx.x != 0) return;
     for (int t = threadIdx.x; t <= batch.tensors; t += kForeachThreads) {
-      int64_t block = t < batch.tensors ? batch.first_block[t] : batch.blocks;
-      starts_[batch.first_tensor + t] = batch.blocks_before + block;
+      starts_[batch.first_tensor + t] = batch.blocks_before + batch.first_block[t];
     }
   }
 
@@ -129,13 +162,14 @@ class Partials {
  private:
   double* partials_;
   int64_t* starts_;  // of each tensor, and one past the last
+  int64_t blocks_ = 0;
   int stride_;
 };
 
 // Blocks of a launch over a batch: one where it has no elements, which writes down its tensors.
 template <class Batch>
 dim3 blocks_of(const Batch& batch) {
-  return dim3(static_cast<unsigned>(std::max<int64_t>(batch.blocks, 1)));
+  return dim3(static_cast<unsigned>(std::max(batch.blocks(), 1)));
 }
 
 }  // namespace APEX_BACKEND_NS

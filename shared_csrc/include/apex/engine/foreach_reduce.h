@@ -15,7 +15,8 @@
 // fixed size and combined in order: the result depends neither on the number of threads nor on
 // timing. Tensors without elements count as 0.
 //
-// `per_tensor` [tensors of the table] may be null; `total` is one number. Both are float or double.
+// `per_tensor` [tensors of the table] or `total`, one number, may be null. Both are float or
+// double.
 #pragma once
 
 #include <cstdint>

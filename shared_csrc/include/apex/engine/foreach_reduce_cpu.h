@@ -131,7 +131,7 @@ void foreach_reduce(const Context& context, const TensorTable& table, const F& f
     combined = F::combine(combined, own);
     if (per_tensor != nullptr) per_tensor[t] = static_cast<R>(functor.finish(own));
   }
-  *total = static_cast<R>(functor.finish(combined));
+  if (total != nullptr) *total = static_cast<R>(functor.finish(combined));
   if constexpr (requires { functor.flag; }) {
     if (functor.flag != nullptr && !finite) *functor.flag = 1;
   }

@@ -1,4 +1,5 @@
-// foreach_reduce on a GPU: a partial result per chunk, then one block combines them per tensor.
+// foreach_reduce on a GPU: a partial result per chunk, which one block combines; one per tensor
+// before it where each tensor's result is asked for.
 #pragma once
 
 #include "apex/engine/foreach_gpu.h"
@@ -11,99 +12,100 @@ struct Combine {
   APEX_DEVICE double operator()(double a, double b) const { return F::combine(a, b); }
 };
 
-// The calling thread's share of data[begin:end), combined.
-template <class F, class S>
-APEX_DEVICE double reduce_share(const F& functor, const S* data, int64_t begin, int64_t end) {
+// The block's partial result of `count` elements, in all its threads.
+template <class F, class View>
+APEX_DEVICE double reduce_chunk(const F& functor, int count, const View& view) {
   using T = typename F::value_type;
-  constexpr int N = pack_size<S>();
-  constexpr int64_t kStride = int64_t{kForeachThreads} * N;
-  double result = 0;
-  int64_t packs_end = is_aligned<N>(data) ? begin + (end - begin) / N * N : begin;
-  for (int64_t i = begin + threadIdx.x * N; i < packs_end; i += kReduceRun * kStride) {
-    T run = T(0);
-#pragma unroll
-    for (int k = 0; k < kReduceRun; ++k) {
-      if (i + k * kStride < packs_end) {
-        T values[N];
-        load_pack(data + i + k * kStride, values);
-#pragma unroll
-        for (int lane = 0; lane < N; ++lane) run = F::combine(run, functor(values[lane]));
-      }
+  constexpr int N = pack_size<typename View::storage>();
+  ListPart<T, N, kReduceRun, false, View> part(count, view);
+  double share = 0;
+  T run = T(0);  // of the packs that are under way together
+  auto add = [&](int pack, int, int lane, const T& value) {
+    if (pack == kNoPack) {
+      share = F::combine(share, static_cast<double>(functor(value)));
+      return;
     }
-    result = F::combine(result, static_cast<double>(run));
-  }
-  for (int64_t i = packs_end + threadIdx.x; i < end; i += kForeachThreads) {
-    result = F::combine(result, static_cast<double>(functor(convert<T>(data[i]))));
-  }
-  return result;
-}
-
-// The block's partial result of data[begin:end), in all its threads.
-template <class F, class S>
-APEX_DEVICE double reduce_chunk(const F& functor, const S* data, int64_t begin, int64_t end) {
-  double share = reduce_share(functor, data, begin, end);
-  double partial = reduce_row(share, Combine<F>{});
-  if constexpr (requires { functor.wide(); } && !std::is_same_v<typename F::value_type, double>) {
-    if (!F::is_reliable(partial)) return reduce_chunk(functor.wide(), data, begin, end);
+    if (pack == 0 && lane == 0) {
+      share = F::combine(share, static_cast<double>(run));
+      run = T(0);
+    }
+    run = F::combine(run, functor(value));
+  };
+  part.each(add, view);
+  share = F::combine(share, static_cast<double>(run));
+  const double partial = reduce_row(share, Combine<F>{});
+  if constexpr (requires { functor.wide(); } && !std::is_same_v<T, double>) {
+    if (!F::is_reliable(partial)) return reduce_chunk(functor.wide(), count, view);
   }
   return partial;
 }
 
-template <class F, class S>
+template <bool kLong, class F, class S>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_chunks(ForeachBatch<1, kReduceChunk> batch, Partials<kReduceChunk> partials,
-                          F functor) {
+    foreach_reduce_chunks(ForeachBatch<1, kReduceChunk, kLong> batch,
+                          Partials<kReduceChunk> partials, F functor) {
   partials.locate(batch);
-  const int tensor = batch.tensor_of_block();
-  int64_t begin = batch.begin_of_block(tensor);
-  int64_t end = min(begin + kReduceChunk, batch.numel[tensor]);
-  double partial = reduce_chunk(functor, static_cast<const S*>(batch.data[tensor][0]), begin, end);
-  if (threadIdx.x == 0) *partials.of_block(batch) = partial;
+  batch.template with_views<ColumnView<In<S>>>([&](int tensor, int64_t, const auto& view) {
+    const double partial = reduce_chunk(functor, batch.elements_of_block(tensor), view);
+    if (threadIdx.x == 0) *partials.of_block(batch) = partial;
+  });
 }
 
-// One block per tensor.
 template <class F>
-__global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_tensors(Partials<kReduceChunk> partials, double* combined, F functor) {
-  double result = partials.combined(blockIdx.x, 0, Combine<F>{});
-  if (threadIdx.x != 0) return;
-  combined[blockIdx.x] = result;
+APEX_DEVICE void report(const F& functor, double result) {
   if constexpr (requires { functor.flag; }) {
     if (functor.flag != nullptr && !is_finite(result)) *functor.flag = 1;
   }
 }
 
+// One block per tensor.
 template <class F, class R>
 __global__ void __launch_bounds__(kForeachThreads)
-    foreach_reduce_total(int64_t tensors, const double* combined, R* per_tensor, R* total,
-                         F functor) {
+    foreach_reduce_tensors(Partials<kReduceChunk> partials, double* combined, R* per_tensor,
+                           F functor) {
+  double result = partials.combined(blockIdx.x, 0, Combine<F>{});
+  if (threadIdx.x != 0) return;
+  combined[blockIdx.x] = result;
+  per_tensor[blockIdx.x] = static_cast<R>(functor.finish(result));
+  report(functor, result);
+}
+
+// One block. `parts` are the results of tensors, or of chunks where nobody asks for each tensor's.
+template <class F, class R>
+__global__ void __launch_bounds__(kForeachThreads)
+    foreach_reduce_total(int64_t count, const double* parts, R* total, F functor) {
   double result = 0;
-  for (int64_t t = threadIdx.x; t < tensors; t += kForeachThreads) {
-    result = F::combine(result, combined[t]);
-    if (per_tensor != nullptr) per_tensor[t] = static_cast<R>(functor.finish(combined[t]));
+  for (int64_t i = threadIdx.x; i < count; i += kForeachThreads) {
+    result = F::combine(result, parts[i]);
   }
   result = reduce_row(result, Combine<F>{});
-  if (threadIdx.x == 0) *total = static_cast<R>(functor.finish(result));
+  if (threadIdx.x != 0) return;
+  *total = static_cast<R>(functor.finish(result));
+  report(functor, result);
 }
 
 template <class S, class Context, class F, class R>
 void foreach_reduce(const Context& context, const TensorTable& table, const F& functor,
                     R* per_tensor, R* total) {
-  int64_t tensors = table.tensors();
-  double* combined = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
   Partials<kReduceChunk> partials(context, table, 1);
-  for_each_batch<1, kReduceChunk>(table, [&](const auto& batch) {
-    launch<foreach_reduce_chunks<F, S>>(blocks_of(batch), dim3(kForeachThreads), 0,
-                                        context.stream(), batch, partials, functor);
+  for_each_batch<1, kReduceChunk>(context, table, [&]<class Batch>(const Batch& batch) {
+    launch<foreach_reduce_chunks<Batch::kLong, F, S>>(blocks_of(batch), dim3(kForeachThreads), 0,
+                                                      context.stream(), batch, partials, functor);
     context.check_launch("foreach_reduce_chunks");
   });
-  if (tensors > 0) {
-    launch<foreach_reduce_tensors<F>>(dim3(static_cast<unsigned>(tensors)), dim3(kForeachThreads),
-                                      0, context.stream(), partials, combined, functor);
+  const int64_t tensors = table.tensors();
+  const bool each = per_tensor != nullptr && tensors > 0;
+  double* parts = partials.all();
+  if (each) {
+    parts = static_cast<double*>(context.workspace(tensors * sizeof(double)));
+    launch<foreach_reduce_tensors<F, R>>(dim3(static_cast<unsigned>(tensors)),
+                                         dim3(kForeachThreads), 0, context.stream(), partials,
+                                         parts, per_tensor, functor);
     context.check_launch("foreach_reduce_tensors");
   }
-  launch<foreach_reduce_total<F, R>>(dim3(1), dim3(kForeachThreads), 0, context.stream(), tensors,
-                                     combined, per_tensor, total, functor);
+  if (total == nullptr) return;
+  launch<foreach_reduce_total<F, R>>(dim3(1), dim3(kForeachThreads), 0, context.stream(),
+                                     each ? tensors : partials.blocks(), parts, total, functor);
   context.check_launch("foreach_reduce_total");
 }
 

@@ -10,6 +10,9 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
+// The index of a pack, as functors of a pass get it, of an element that fills none.
+inline constexpr int kNoPack = -1;
+
 // A pack as it is stored, in words: compilers give each number of 16 bits a register of its own.
 template <class S, int N>
 struct StoredPack {
@@ -107,8 +110,11 @@ constexpr int pack_of() {
 // Loads of 16 bytes that a pack takes.
 template <int N, class View>
 constexpr int loads_of() {
+  using S = typename View::storage;
   if (!View::kRead || is_generated_v<View> || kept_pack_v<View>) return 0;
-  return sizeof(typename View::storage) * N > 16 ? sizeof(typename View::storage) * N / 16 : 1;
+  const int bytes =
+      N * static_cast<int>(sizeof(std::conditional_t<std::is_same_v<S, AnyFloat>, float, S>));
+  return bytes > 16 ? bytes / 16 : 1;
 }
 
 // How many packs of these views a thread has under way, of kPacks that it takes one after the
@@ -173,9 +179,10 @@ struct MadePacks {
   APEX_DEVICE void load_fixed(const View&, int64_t) {}
 };
 
-template <class T, int N, int kUnderWay, class S>
-struct LoadedPacks<T, N, kUnderWay, WriteView<S>> : MadePacks<T, N, WriteView<S>> {
-  APEX_DEVICE void values(const WriteView<S>&, int64_t, int, int, T (&into)[N]) const {
+template <class T, int N, int kUnderWay, class View>
+  requires(!View::kRead)
+struct LoadedPacks<T, N, kUnderWay, View> : MadePacks<T, N, View> {
+  APEX_DEVICE void values(const View&, int64_t, int, int, T (&into)[N]) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) into[i] = T(0);
   }
@@ -204,6 +211,15 @@ struct LoadedPacks<T, N, kUnderWay, KeptView<S, kKept, kPacks>>
     }
   }
 };
+
+template <int N, class T, class View>
+APEX_DEVICE void store_view(bool aligned, const View& view, int64_t offset, const T (&values)[N]) {
+  if (aligned) {
+    store_pack(view.data + offset, values);
+  } else {
+    store_some(view.data + offset, values, N);
+  }
+}
 
 template <size_t, class Packs>
 struct PacksOf : Packs {};
@@ -236,6 +252,21 @@ class Operands<T, N, kUnderWay, std::index_sequence<I...>, Views...>
     } else {
       load<false>(has, offset, views...);
     }
+    use(aligned, first, has, offset, body, views...);
+  }
+
+  template <bool kAligned, class Has, class Offset>
+  APEX_DEVICE void load(const Has& has, const Offset& offset, const Views&... views) {
+#pragma unroll
+    for (int u = 0; u < kUnderWay; ++u) {
+      if (has(u)) (At<I, Views>::template load<kAligned>(views, offset(views, u), u), ...);
+    }
+  }
+
+  // Behind load(), with the same has() and offset().
+  template <class Has, class Offset, class Body>
+  APEX_DEVICE void use(bool aligned, int first, const Has& has, const Offset& offset,
+                       const Body& body, const Views&... views) const {
 #pragma unroll
     for (int u = 0; u < kUnderWay; ++u) {
       if (!has(u)) continue;
@@ -248,23 +279,10 @@ class Operands<T, N, kUnderWay, std::index_sequence<I...>, Views...>
   }
 
  private:
-  template <bool kAligned, class Has, class Offset>
-  APEX_DEVICE void load(const Has& has, const Offset& offset, const Views&... views) {
-#pragma unroll
-    for (int u = 0; u < kUnderWay; ++u) {
-      if (has(u)) (At<I, Views>::template load<kAligned>(views, offset(views, u), u), ...);
-    }
-  }
-
   template <class View>
-  APEX_DEVICE void store(bool aligned, const View& view, int64_t offset, const T (&values)[N]) {
-    if constexpr (View::kWritten) {
-      if (aligned) {
-        store_pack(view.data + offset, values);
-      } else {
-        store_some(view.data + offset, values, N);
-      }
-    }
+  APEX_DEVICE static void store(bool aligned, const View& view, int64_t offset,
+                                const T (&values)[N]) {
+    if constexpr (View::kWritten) store_view(aligned, view, offset, values);
   }
 };
 

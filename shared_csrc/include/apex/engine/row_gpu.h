@@ -10,9 +10,6 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// The index of a pack, as functors of a pass get it, of an element that fills none.
-inline constexpr int kNoPack = -1;
-
 // N: elements of a pack that is kept. kPacks: packs of a thread. kKept: whether those are the whole
 // row. kSums: numbers that the threads add up for each of their columns.
 template <class T, int N = 16 / sizeof(T), int kPacks = kRowPacks, bool kKept = true, int kSums = 0>

@@ -67,6 +67,8 @@ struct RtcConnection {
   int (*describe)(int error, const char** text);
   // Makes the device's context the thread's, as CUDA's runtime does in calls that launches lack.
   void (*enter)(int device);
+  // Whether a kernel may have 32,764 bytes of parameters instead of 4 KiB.
+  int (*takes_long_parameters)(int device);
 };
 
 inline std::atomic<const RtcConnection*> rtc_connected{nullptr};
@@ -113,6 +115,18 @@ inline void* rtc_find(const RtcKernel& kernel) {
     throw std::runtime_error(problem);
   }
   return found;
+}
+
+// Of the device where an op runs; asked once.
+inline bool rtc_takes_long_parameters() {
+  static std::atomic<int> known[kRtcDevices];  // 1 is no, 2 is yes
+  if (rtc_device >= kRtcDevices) return false;
+  int answer = known[rtc_device].load(std::memory_order_relaxed);
+  if (answer == 0) {
+    answer = rtc_connection().takes_long_parameters(rtc_device) ? 2 : 1;
+    known[rtc_device].store(answer, std::memory_order_relaxed);
+  }
+  return answer == 2;
 }
 
 template <auto kernel>

@@ -68,6 +68,11 @@ class Context {
 
   gpu_stream stream() const { return stream_; }
 
+#if defined(APEX_RTC_HOST)
+  // Elsewhere kernels with long parameters are not even compiled: a wheel would have all twice.
+  bool takes_long_parameters() const { return rtc_takes_long_parameters(); }
+#endif
+
   // Scratch memory on the device, from torch's caching allocator; freed with the context, which is
   // safe because the allocator reuses memory in stream order.
   void* workspace(size_t bytes) const {

@@ -32,6 +32,11 @@ __attribute__((visibility("default"))) const char* apex_draw(int device, unsigne
   return said.c_str();
 }
 
+__attribute__((visibility("default"))) int apex_takes_long_parameters(int device) {
+  apex::rtc_device = device;
+  return apex::rtc_takes_long_parameters();
+}
+
 // Of kernels that cannot be named elsewhere.
 __attribute__((visibility("default"))) void apex_never_called() {
   apex::launch<draw_hidden<Hidden>>(apex::rtc_device, 1, 0, nullptr, nullptr);

@@ -24,13 +24,12 @@ constexpr const char* kOp = "novograd_step";
 template <class G>
 double* grad_norms(const Context& context, const TensorTable& grads, bool is_max_norm) {
   using T = compute_t<G>;
-  int64_t tensors = grads.tensors();
-  double* norms = static_cast<double*>(context.workspace((tensors + 1) * sizeof(double)));
-  double* total = norms + tensors;
+  double* norms = static_cast<double*>(context.workspace(grads.tensors() * sizeof(double)));
+  double* no_total = nullptr;
   if (is_max_norm) {
-    foreach_reduce<G>(context, grads, MaxNorm<T>{}, norms, total);
+    foreach_reduce<G>(context, grads, MaxNorm<T>{}, norms, no_total);
   } else {
-    foreach_reduce<G>(context, grads, L2Norm<T>{nullptr}, norms, total);
+    foreach_reduce<G>(context, grads, L2Norm<T>{nullptr}, norms, no_total);
   }
   return norms;
 }
