@@ -71,6 +71,15 @@ def test_statistics(size, dtype, device):
     assert all(map(torch.equal, again, (*actual, count)))
 
 
+@pytest.mark.parametrize("count", [300, 2000])
+def test_merging_costs_no_digits(count, device):
+    """What threads and splits have of a column: merged in float32, an ulp of variance was lost."""
+    x = torch.randn(count, 64) * 2 + 8
+    wanted = x.double().var(0, unbiased=False)
+    errors = (ops.moments(x.to(device))[1].cpu() - wanted) / 2.0 ** wanted.log2().floor()
+    assert errors.square().mean().sqrt() < 0.7 * torch.finfo(torch.float32).eps
+
+
 def test_moments_of_far_rows(device):
     """A mean of 1e4 standard deviations, and a row of zeros at the border of an image."""
     x = torch.randn(500, 70, device=device) + 1e4

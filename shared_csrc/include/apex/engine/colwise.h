@@ -7,7 +7,8 @@
 //     { row.template accumulate<kSums>([=](Array<T, kSums>& sums, T dy, T x) { sums[0] += ...; },
 //                                      row.in(dy), row.in(x)); }
 //   void finish(int64_t column, const Array<T, kSums>& sums) const   // stores the result
-// and, where parts do not simply add up (Welford), merge(Array& total, const Array& part) const.
+// and, where parts do not simply add up (Welford), merge(Array& total, const Array& part) const,
+// of value_type and of double: a GPU merges threads in double. finish() may take double, too.
 // The functor may write a result, row.out(y), as that of a row's `each`.
 // Sums start at zero and are merged in a fixed order: the same input and thread count give the same
 // bits.

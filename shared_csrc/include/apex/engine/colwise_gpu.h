@@ -12,9 +12,13 @@ inline namespace APEX_BACKEND_NS {
 inline constexpr int kColwiseBoundThreads = kColwiseBounds ? kGroupLanes * kColwiseThreadsY : 0;
 static_assert((kColwiseThreadsY & (kColwiseThreadsY - 1)) == 0, "merged in pairs");
 
+template <class T, class Program>
+inline constexpr bool kMergesIn =
+    requires(const Program& program, Array<T, Program::kSums>& sums) { program.merge(sums, sums); };
+
 template <class Program, class T, int N>
 APEX_HD void merge_sums(const Program& program, Array<T, N>& total, const Array<T, N>& part) {
-  if constexpr (requires { program.merge(total, part); }) {
+  if constexpr (kMergesIn<T, Program>) {
     program.merge(total, part);
   } else {
     for (int n = 0; n < N; ++n) total[n] += part[n];
@@ -101,14 +105,20 @@ class ColumnRow {
 template <class P>
 concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
 
-// What kCount rows of threads, from `first` on, have of a column, merged pair by pair: a chain of
-// eight would round the total eight times, which shows in float32 beside what PyTorch's sums err.
-template <int kCount, class Program, class T>
-APEX_DEVICE Array<T, Program::kSums> merged_rows(
-    const Program& program, const T (&shared)[Program::kSums][kColwiseThreadsY][kGroupLanes],
+template <class T, class S, int N>
+APEX_DEVICE Array<T, N> convert_sums(const Array<S, N>& sums) {
+  Array<T, N> result;
+  for (int n = 0; n < N; ++n) result[n] = static_cast<T>(sums[n]);
+  return result;
+}
+
+// What kCount rows of threads, from `first` on, have of a column, merged pair by pair.
+template <int kCount, class Program>
+APEX_DEVICE Array<double, Program::kSums> merged_rows(
+    const Program& program, const double (&shared)[Program::kSums][kColwiseThreadsY][kGroupLanes],
     int first) {
   constexpr int kSums = Program::kSums;
-  Array<T, kSums> sums;
+  Array<double, kSums> sums;
   if constexpr (kCount == 1) {
     for (int n = 0; n < kSums; ++n) sums[n] = shared[n][first][threadIdx.x];
   } else {
@@ -118,11 +128,12 @@ APEX_DEVICE Array<T, Program::kSums> merged_rows(
   return sums;
 }
 
-// Merge what the threads of a block have of the same column; threads of threadIdx.y == 0 get it.
-template <class Program, class T>
-APEX_DEVICE void merge_block(const Program& program, Array<T, Program::kSums>& sums) {
+// Merge what the threads of a block have of the same column; threads of threadIdx.y == 0 get it. In
+// double, as all that follows: roundings of the largest numbers would cost more than those before.
+template <class Program>
+APEX_DEVICE void merge_block(const Program& program, Array<double, Program::kSums>& sums) {
   constexpr int kSums = Program::kSums;
-  APEX_SHARED(T, shared, [kSums][kColwiseThreadsY][kGroupLanes]);
+  APEX_SHARED(double, shared, [kSums][kColwiseThreadsY][kGroupLanes]);
   for (int n = 0; n < kSums; ++n) shared[n][threadIdx.y][threadIdx.x] = sums[n];
   __syncthreads();
   if (threadIdx.y == 0) sums = merged_rows<kColwiseThreadsY>(program, shared, 0);
@@ -157,14 +168,27 @@ APEX_DEVICE Array<T, Program::kSums> thread_sums(std::index_sequence<I...>, int6
   return cells[0].sums;
 }
 
+// finish(), in double where the program takes it, too.
+template <class Program, int N>
+APEX_DEVICE void finish_column(const Program& program, int64_t column,
+                               const Array<double, N>& sums) {
+  if constexpr (requires { program.finish(column, sums); }) {
+    program.finish(column, sums);
+  } else {
+    program.finish(column, convert_sums<typename Program::value_type>(sums));
+  }
+}
+
 // The sums over rows [begin, end) of the columns that a block has, in threads of threadIdx.y == 0.
 template <class T, class Program>
-APEX_DEVICE Array<T, Program::kSums> tile_sums(int64_t begin, int64_t end, int64_t columns,
-                                               int64_t column, const Program& program) {
-  Array<T, Program::kSums> sums{};
+APEX_DEVICE Array<double, Program::kSums> tile_sums(int64_t begin, int64_t end, int64_t columns,
+                                                    int64_t column, const Program& program) {
+  static_assert(kMergesIn<T, Program> == kMergesIn<double, Program>,
+                "merge() must take double, too");
+  Array<double, Program::kSums> sums{};
   if (column < columns) {
-    sums = thread_sums<T>(std::make_index_sequence<kRowsInFlight>{}, begin, end, columns, column,
-                          program);
+    sums = convert_sums<double>(thread_sums<T>(std::make_index_sequence<kRowsInFlight>{}, begin,
+                                               end, columns, column, program));
   }
   merge_block(program, sums);
   return sums;
@@ -172,38 +196,39 @@ APEX_DEVICE Array<T, Program::kSums> tile_sums(int64_t begin, int64_t end, int64
 
 // partials: [kSums, columns].
 template <class T, int kSums>
-APEX_DEVICE void store_partial(const Array<T, kSums>& sums, int64_t columns, int64_t column,
+APEX_DEVICE void store_partial(const Array<double, kSums>& sums, int64_t columns, int64_t column,
                                T* partials) {
-  for (int n = 0; n < kSums; ++n) partials[n * columns + column] = sums[n];
+  for (int n = 0; n < kSums; ++n) partials[n * columns + column] = static_cast<T>(sums[n]);
 }
 
 // partials: [splits, kSums, columns]; null where one split is all.
 template <class Program, class T>
 __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
-    colwise_tiles(int64_t rows, int64_t columns, T* partials, Program program) {
+    colwise_tiles(int64_t rows, int64_t columns, double* partials, Program program) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   const int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
   const auto sums = tile_sums<T>(begin, end, columns, column, program);
   if (threadIdx.y != 0 || column >= columns) return;
   if (partials == nullptr) {
-    program.finish(column, sums);
+    finish_column(program, column, sums);
   } else {
     store_partial(sums, columns, column,
                   partials + static_cast<int64_t>(blockIdx.y) * Program::kSums * columns);
   }
 }
 
-template <class Program, class T>
+// P: double, or of rows that add up their columns the type of those.
+template <class Program, class P>
 __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
-    colwise_merge(int64_t splits, int64_t columns, const T* partials, Program program) {
+    colwise_merge(int64_t splits, int64_t columns, const P* partials, Program program) {
   constexpr int kSums = Program::kSums;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   auto part_of = [&](int64_t split) {
-    Array<T, kSums> part;
+    Array<P, kSums> part;
     for (int n = 0; n < kSums; ++n) part[n] = partials[(split * kSums + n) * columns + column];
-    return part;
+    return convert_sums<double>(part);
   };
-  Array<T, kSums> sums{};
+  Array<double, kSums> sums{};
   if (column < columns && threadIdx.y < splits) {
     sums = part_of(threadIdx.y);
     constexpr int kTogether = kSums < 8 ? 8 / kSums : 1;  // of more loads compilers wait for some
@@ -214,14 +239,14 @@ __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
     }
   }
   merge_block(program, sums);
-  if (threadIdx.y == 0 && column < columns) program.finish(column, sums);
+  if (threadIdx.y == 0 && column < columns) finish_column(program, column, sums);
 }
 
-template <class Context, class Program, class T>
-void merge_partials(const Context& context, int64_t splits, int64_t columns, const T* partials,
+template <class Context, class Program, class P>
+void merge_partials(const Context& context, int64_t splits, int64_t columns, const P* partials,
                     const Program& program) {
   const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
-  launch<colwise_merge<Program, T>>(dim3(tiles), dim3(kGroupLanes, kColwiseThreadsY), 0,
+  launch<colwise_merge<Program, P>>(dim3(tiles), dim3(kGroupLanes, kColwiseThreadsY), 0,
                                     context.stream(), splits, columns, partials, program);
   context.check_launch("colwise_merge");
 }
@@ -237,9 +262,10 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
   using T = typename Program::value_type;
   if (columns == 0) return;
   const int64_t splits = column_splits(rows);
-  T* partials = nullptr;
+  double* partials = nullptr;
   if (splits > 1) {
-    partials = static_cast<T*>(context.workspace(splits * Program::kSums * columns * sizeof(T)));
+    partials =
+        static_cast<double*>(context.workspace(splits * Program::kSums * columns * sizeof(double)));
   }
   const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
   launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)),

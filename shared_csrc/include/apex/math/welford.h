@@ -28,7 +28,7 @@ APEX_HD void add_number(Moments<T>& moments, T x) {
 template <class T>
 APEX_HD void merge_moments(Moments<T>& total, const Moments<T>& part) {
   T count = total[0] + part[0];
-  T share = count > T(0) ? part[0] / count : T(0);
+  T share = count > T(0) ? quotient_of_counts(part[0], count) : T(0);
   T delta = part[1] - total[1];
   total[1] += delta * share;
   total[2] += part[2] + delta * delta * total[0] * share;

@@ -61,10 +61,12 @@ struct ColumnMoments {
     row.template accumulate<kSums>([](Moments<T>& moments, T x) { add_number(moments, x); },
                                    row.in(x));
   }
-  APEX_HD void merge(Moments<T>& total, const Moments<T>& part) const {
+  template <class M>  // T, or double
+  APEX_HD void merge(Moments<M>& total, const Moments<M>& part) const {
     merge_moments(total, part);
   }
-  APEX_HD void finish(int64_t column, const Moments<T>& moments) const {
+  template <class M>
+  APEX_HD void finish(int64_t column, const Moments<M>& moments) const {
     results.store(column, moments);
   }
 };

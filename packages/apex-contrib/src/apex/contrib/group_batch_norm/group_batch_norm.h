@@ -53,7 +53,8 @@ struct BatchNormMoments {
         },
         row.in(x), row.shared(pivots));
   }
-  APEX_HD void finish(int64_t column, const Array<T, 2>& sums) const {
+  template <class U>  // T, or double
+  APEX_HD void finish(int64_t column, const Array<U, 2>& sums) const {
     const double share = rows > 0 ? 1 / rows : 0, shift = sums[0] * share;
     const double var = sums[1] * share - shift * shift;
     const double pivot = is_part || rows == 0 ? 0 : pivots[column];
@@ -64,23 +65,12 @@ struct BatchNormMoments {
 
 // Merges the moments of parts, which are around the same pivots.
 template <class T>
-struct BatchNormParts {
-  using value_type = double;
-  static constexpr int kSums = 3;
-
-  PartMoments<T, Parts> parts;
+struct BatchNormParts : PartMoments<T, Parts> {
   const T* pivots;  // [channels]
 
-  template <class R>
-  APEX_HD void column_sums(R& row) const {
-    parts.column_sums(row);
-  }
-  APEX_HD void merge(Moments<double>& total, const Moments<double>& part) const {
-    merge_moments(total, part);
-  }
   APEX_HD void finish(int64_t channel, const Moments<double>& moments) const {
     const double pivot = moments[0] > 0 ? pivots[channel] : 0;
-    parts.finish(channel, Moments<double>{{moments[0], pivot + moments[1], moments[2]}});
+    this->results.store(channel, Moments<double>{{moments[0], pivot + moments[1], moments[2]}});
   }
 };
 
