@@ -13,12 +13,15 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// Rows of fewer elements are short. On a GPU 32 lanes share a row and no launch more is worth it.
+// Whether matrices are summed in parts, and short rows as columns. On a GPU 32 lanes share a row
+// and no launch more is worth it.
 #if defined(APEX_CPU)
-inline constexpr int64_t kShortRow = 128;
+inline constexpr bool kMatrixParts = true;
 #else
-inline constexpr int64_t kShortRow = 0;
+inline constexpr bool kMatrixParts = false;
 #endif
+// Rows of fewer elements are short.
+inline constexpr int64_t kShortRow = 128;
 // Columns that a group of rows should have: their sums fit the first-level cache of a CPU.
 inline constexpr int64_t kPartColumns = 1024;
 inline constexpr int64_t kChunkRows = 16384;
@@ -56,16 +59,13 @@ struct Parts {
 
 // A matrix [rows, columns].
 inline Parts parts_of_matrix(int64_t rows, int64_t columns) {
-#if defined(APEX_CPU)
+  if constexpr (!kMatrixParts) return {columns, 1, 1, rows, rows, 0};
   int64_t most = std::max<int64_t>(1, rows / 8);  // a part of fewer rows does not pay
   int64_t group = std::clamp<int64_t>(kPartColumns / columns, 1, most);
   int64_t grouped = rows / group;
   int64_t chunks = (grouped + kChunkRows - 1) / kChunkRows;
   int64_t full = std::min(grouped, kChunkRows);
   return {columns, group, chunks, full, grouped - full * (chunks - 1), rows - grouped * group};
-#else
-  return {columns, 1, 1, rows, rows, 0};
-#endif
 }
 
 // A tensor [batch, channels, elements], of which each row of elements has been reduced.

@@ -97,7 +97,8 @@ void moments(const Rows& rows, const Results& results) {
       colwise(context, count, columns,
               BatchNormMoments<X>{x + element, pivots, own, static_cast<double>(count), has_parts});
     });
-    if (has_parts) {
+    if constexpr (kMatrixParts) {
+      if (!has_parts) return;
       colwise(context, parts.count(), rows.channels,
               BatchNormParts<T>{{shifts, variances, parts, all}, pivots});
     }
@@ -193,7 +194,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_sums(const Tensor& dy, con
                 ColumnGradSums<X>{gradient + element, x + element, means, results});
       }
     });
-    if (has_parts) colwise(context, parts.count(), rows.channels, PartSums<T>{a, b, all});
+    if constexpr (kMatrixParts) {
+      if (has_parts) colwise(context, parts.count(), rows.channels, PartSums<T>{a, b, all});
+    }
   });
   return {masked, sum_dy, sum_dy_xmu, weight_grad};
 }

@@ -25,7 +25,9 @@ struct Shape : Channels {
 
   int64_t elements() const { return channel_last ? rows : rows / channels * columns; }
   // See parts.h. Short rows are reduced as columns, of which each channel has several.
-  bool has_short_rows() const { return !channel_last && rows > 0 && columns < kShortRow; }
+  bool has_short_rows() const {
+    return kMatrixParts && !channel_last && rows > 0 && columns < kShortRow;
+  }
   bool sums_columns() const { return channel_last || has_short_rows(); }
   Parts parts() const {
     int64_t batch = rows / channels;
@@ -91,20 +93,21 @@ void moments(const Shape& shape, const Results& results) {
       return;
     }
     T *means = data<T>(part_mean, "means"), *variances = data<T>(part_variance, "variances");
-    if (shape.sums_columns()) {
+    if (!shape.sums_columns()) {
+      rowwise(context, shape.rows, shape.columns, RowMoments<X>{x, means, variances});
+    } else if constexpr (kMatrixParts) {
       parts.each([&](int64_t rows, int64_t columns, int64_t element, int64_t part) {
         colwise(context, rows, columns,
                 ColumnMoments<X>{x + element, {means + part, variances + part}});
       });
-    } else {
-      rowwise(context, shape.rows, shape.columns, RowMoments<X>{x, means, variances});
     }
     const bool short_rows = shape.has_short_rows();
     T *mean = data<T>(column_mean, "mean"), *variance = data<T>(column_variance, "variance");
     colwise(context, parts.count(), parts.columns,
             PartMoments<T, Parts>{means, variances, parts,
                                   short_rows ? Statistics<T>{mean, variance} : all});
-    if (short_rows) {
+    if constexpr (kMatrixParts) {
+      if (!short_rows) return;
       rowwise(context, shape.channels, shape.columns,
               EqualMoments<T>{mean, variance, static_cast<double>(shape.elements()), all});
     }
@@ -203,7 +206,9 @@ std::tuple<Tensor, Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Te
       return;
     }
     T *a = data<T>(part_dy, "part_dy"), *b = data<T>(part_dy_xmu, "part_dy_xmu");
-    if (shape.sums_columns()) {
+    if (!shape.sums_columns()) {
+      rowwise(context, shape.rows, shape.columns, RowGradSums<X>{dy, x, mu, a, b, shape.channels});
+    } else if constexpr (kMatrixParts) {
       T* means = data<T>(spread, "mean");
       rowwise(context, parts.group * shape.channels, parts.columns / shape.channels,
               Spread<T>{mu, means, shape.channels});
@@ -211,14 +216,13 @@ std::tuple<Tensor, Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Te
         colwise(context, rows, columns,
                 ColumnGradSums<X>{dy + element, x + element, means, {a + part, b + part}});
       });
-    } else {
-      rowwise(context, shape.rows, shape.columns, RowGradSums<X>{dy, x, mu, a, b, shape.channels});
     }
     const bool short_rows = shape.has_short_rows();
     T *of_columns = data<T>(column_dy, "dy"), *of_columns_xmu = data<T>(column_dy_xmu, "dy_xmu");
     colwise(context, parts.count(), parts.columns,
             PartSums<T>{a, b, short_rows ? GradStatistics<T>{of_columns, of_columns_xmu} : all});
-    if (short_rows) {
+    if constexpr (kMatrixParts) {
+      if (!short_rows) return;
       rowwise(context, shape.channels, shape.columns,
               EqualSums<T>{of_columns, of_columns_xmu, all});
     }
