@@ -16,7 +16,7 @@ from .plain import direct
 class BatchKernels(NamedTuple):
     """The operators by which a package reduces a batch, as far as their arguments are the same."""
 
-    of_one_rank: Any  # (x, running_mean, running_var, eps, momentum, *layout)
+    of_one_rank: Any  # (x, running_mean, running_var, num_batches, eps, momentum, *layout)
     moments: Any  # (x, *layout)
     merge: Any  # (means, biased_vars, counts, eps)
 
@@ -28,6 +28,7 @@ def batch_statistics(
     layout: tuple[bool, ...],
     running_mean: Tensor | None,
     running_variance: Tensor | None,
+    num_batches: Tensor | None,
     eps: float,
     momentum: float,
     process_group: dist.ProcessGroup | None,
@@ -41,6 +42,7 @@ def batch_statistics(
         x: contiguous, as the kernels read it; may be empty if another rank's is not.
         layout: the kernels' last arguments; ``(False,)`` where channels are not last.
         running_mean, running_variance: ``[C]``, updated in place; None is left out.
+        num_batches: gets one more in place; None is left out.
         momentum: share of the batch in the running statistics.
         ranks: how many ranks the group has.
         plain: what ``plainness()`` says of the call.
@@ -63,8 +65,10 @@ def batch_statistics(
             and running_mean.dtype == running_variance.dtype == statistics_dtype(x.dtype)
             and running_mean.is_contiguous()
             and running_variance.is_contiguous()
+            and (num_batches is None or num_batches.dtype is torch.int64)
+            and (num_batches is None or num_batches.device == x.device)
         )
-        given = (running_mean, running_variance) if fits else (None, None)
+        given = (running_mean, running_variance, num_batches) if fits else (None, None, None)
         if fits and plain:
             mean, _, inv_std, total = _write_plainly(kernels, x, *given, eps, momentum, *layout)
             return mean, inv_std, total
@@ -81,6 +85,8 @@ def batch_statistics(
         mean, var, inv_std = kernels.merge(*parts, eps)
     update_running(running_mean, mean, momentum)
     update_running(running_variance, var, momentum)
+    if num_batches is not None:
+        num_batches.add_(1)
     return mean, inv_std, total
 
 
@@ -88,7 +94,7 @@ def _write_plainly(kernels: BatchKernels, x: Tensor, *given: Any) -> tuple[Tenso
     """``of_one_rank`` in a plain call, without the Python that writes pass."""
     with torch._C._AutoDispatchBelowADInplaceOrView():
         result = direct(kernels.of_one_rank)(x, *given)
-    increment_version(given[:2])
+    increment_version(given[: 2 if given[2] is None else 3])
     return result
 
 

@@ -85,6 +85,7 @@ _NUMBERS = {
     "step": "1:int32",
     "global_grad_norm": "1:float64",
     "seed": "1:int64",
+    "num_batches": "1:int64",
     "squares": "n2:float64",
     "numbers": "n8:float64",
     "scales": "n3:float32",

@@ -62,12 +62,13 @@ def test_statistics(size, dtype, device):
         updated = [old.lerp(new, 0.3) for old, new in zip(running, (mean, var), strict=True)]
         return mean, var, (biased + 1e-3).rsqrt(), *updated
 
-    given = [v.clone() for v in running]
+    given = [*(v.clone() for v in running), torch.tensor(6, device=device)]
     *actual, count = ops.statistics(x, *given, 1e-3, 0.3)
     assert count.tolist() == [len(x)]
-    assert [v._version for v in given] == [1, 1]
+    assert [v._version for v in given] == [1, 1, 1]
+    assert given.pop() == 7
     assert_as_accurate_as(reference, (*actual, *given), x, *running, ulps=2 * ulps_of_sum(dtype))
-    again = ops.statistics(x, None, None, 1e-3, 0.3)
+    again = ops.statistics(x, None, None, None, 1e-3, 0.3)
     assert all(map(torch.equal, again, (*actual, count)))
 
 
@@ -172,7 +173,7 @@ def test_opcheck(dtype, device):
     mean, inv_std, weight, bias, sums = vectors(3, dtype, device, 5)
     count = torch.tensor([10], device=device)
     opcheck_samples(ops.moments, [(x,)])
-    for running in ((None, None), (mean.clone(), inv_std.clone())):
+    for running in ((None, None, None), (mean.clone(), inv_std.clone(), count[0])):
         opcheck_samples(ops.statistics, [(x, *running, 1e-5, 0.1)])
     opcheck_samples(ops.merge, [(mean[None], weight[None], count, 1e-5)])
     forward = [(x, added, mean, inv_std, weight, bias, True) for added in (None, z)]
@@ -197,13 +198,13 @@ def test_ops_refuse_what_would_be_unsafe(device):
             x.view(3, 6), x, None, v, v
         ),
         "inv_std must be": lambda: ops.sums(x, x, None, v, v[:2]),
-        "running_mean must be": lambda: ops.statistics(x, v[:2].clone(), v, 1e-5, 0.1),
-        "running_var must be": lambda: ops.statistics(x, v.clone(), v.half(), 1e-5, 0.1),
+        "running_mean must be": lambda: ops.statistics(x, v[:2].clone(), v, None, 1e-5, 0.1),
+        "running_var must be": lambda: ops.statistics(x, v.clone(), v.half(), None, 1e-5, 0.1),
         "running_var, which is written to, shares memory with x": lambda: ops.statistics(
-            x, v, x[0], 1e-5, 0.1
+            x, v, x[0], None, 1e-5, 0.1
         ),
         "running_mean, which is written to, shares memory with running_var": (
-            lambda: ops.statistics(x, v, v, 1e-5, 0.1)
+            lambda: ops.statistics(x, v, v, None, 1e-5, 0.1)
         ),
         "biased_var must be": lambda: ops.merge(v[None], v[:1], count, 1e-5),
         "mean must be float32 or float64": lambda: ops.merge(v[None].half(), v[None], count, 1e-5),

@@ -294,10 +294,32 @@ def test_forward_mode_through_the_gradient_is_refused(function, device):
 def test_running_statistics_tell_autograd_that_they_are_written():
     """A plain call leaves out the Python that does it for all operators."""
     norm = SyncBatchNorm(3)
-    before = norm.running_mean._version, norm.running_var._version
+    before = [buffer._version for buffer in norm.buffers()]
     norm(torch.randn(4, 3, 2))
-    after = norm.running_mean._version, norm.running_var._version
+    after = [buffer._version for buffer in norm.buffers()]
     assert all(new > old for new, old in zip(after, before, strict=True))
+    assert len(after) == 3
+
+
+COUNTS = [torch.tensor(4), torch.tensor([4]), torch.tensor(4.0), None]
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("count", COUNTS, ids=str)
+def test_counter(count, momentum, device):
+    """Whether the kernel can add to it or not; a plain call and one under autocast."""
+    mine, plain = SyncBatchNorm(3, momentum=0.3).to(device), nn.BatchNorm1d(3, momentum=0.3)
+    plain.to(device).momentum = mine.momentum = momentum if count is not None else 0.3
+    for norm in (mine, plain):
+        norm.num_batches_tracked = None if count is None else count.clone().to(device)
+    torch.manual_seed(0)
+    for is_plain in (True, False):
+        x = torch.randn(5, 3, device=device)
+        plain(x)
+        with torch.autocast(device.type, torch.bfloat16, enabled=not is_plain):
+            mine(x)
+    for key in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(mine, key), getattr(plain, key))
 
 
 def test_python_calls():

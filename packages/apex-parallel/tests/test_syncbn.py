@@ -113,7 +113,7 @@ def test_empty_input(last, device):
     one = torch.ones(4, device=device)
     assert syncbn.batchnorm_forward(x, x, mean, one, one, one, last, True).shape == x.shape
     assert [s.tolist() for s in syncbn.reduce_bn(x, x, mean, one, last)] == [[0.0] * 4] * 3
-    *statistics, count = syncbn.batch_statistics(x, None, None, 0.25, 0.1, last)
+    *statistics, count = syncbn.batch_statistics(x, None, None, None, 0.25, 0.1, last)
     assert [s.tolist() for s in statistics] == [[0.0] * 4, [0.0] * 4, [2.0] * 4]
     assert count.tolist() == [0]
 
@@ -133,14 +133,15 @@ def test_batch_statistics(size, dtype, last, device):
         running = running_mean.lerp(mean, 0.3), running_var.lerp(var, 0.3)
         return mean, var, inv_std, *running
 
-    given = running_mean.clone(), running_var.clone()
+    given = running_mean.clone(), running_var.clone(), torch.tensor(6, device=device)
     *actual, count = syncbn.batch_statistics(x, *given, 1e-3, 0.3, last)
     assert count.tolist() == [size[0] * size[2]]
-    assert given[0]._version == given[1]._version == 1
+    assert [v._version for v in given] == [1, 1, 1]
+    assert given[2] == 7
     operands = x, running_mean, running_var
     ulps = ulps_of_sum(dtype)
-    assert_as_accurate_as(reference, (*actual, *given), *operands, ulps=ulps)
-    again = syncbn.batch_statistics(x, None, None, 1e-3, 0.3, last)
+    assert_as_accurate_as(reference, (*actual, *given[:2]), *operands, ulps=ulps)
+    again = syncbn.batch_statistics(x, None, None, None, 1e-3, 0.3, last)
     assert all(map(torch.equal, again[:3], actual))
 
 
@@ -149,12 +150,21 @@ def test_batch_statistics_update_each_of_the_running_ones(last, device):
     (x,) = inputs((2, 3, 4), torch.float32, last, device)
     old = torch.full((3,), 7.0, device=device)
     mean, var = old.clone(), old.clone()
-    new = syncbn.batch_statistics(x, mean, None, 1e-3, 1.0, last)
+    new = syncbn.batch_statistics(x, mean, None, None, 1e-3, 1.0, last)
     assert torch.equal(mean, new[0])
-    syncbn.batch_statistics(x, None, var, 1e-3, 1.0, last)
+    syncbn.batch_statistics(x, None, var, None, 1e-3, 1.0, last)
     assert torch.equal(var, new[1])
     with pytest.raises(RuntimeError, match="running_var must be contiguous, with 3 elements"):
-        syncbn.batch_statistics(x, old, var[:2], 1e-3, 0.5, last)
+        syncbn.batch_statistics(x, old, var[:2], None, 1e-3, 0.5, last)
+    with pytest.raises(
+        RuntimeError, match="num_batches must be contiguous, with 1 elements of int64"
+    ):
+        syncbn.batch_statistics(x, old, var, old[0], 1e-3, 0.5, last)
+    number = old.view(torch.int32)[:2].view(torch.int64)
+    with pytest.raises(
+        RuntimeError, match=r"num_batches, which .* shares memory with running_mean"
+    ):
+        syncbn.batch_statistics(x, old, var, number, 1e-3, 0.5, last)
     assert old.tolist() == [7.0] * 3  # nothing is written before all is checked
 
 
@@ -269,7 +279,7 @@ def test_opcheck(dtype, last, device):
     opcheck_samples(syncbn.batchnorm_forward, forward)
     opcheck_samples(syncbn.relu_bw, [(dy, *arguments[:-1]) for arguments in forward])
     opcheck_samples(syncbn.reduce_bn, [(dy, x, mean, inv_std, last)])
-    for running in ((None, None), (mean, inv_std.abs())):
+    for running in ((None, None, None), (mean, inv_std.abs(), count[0])):
         opcheck_samples(syncbn.batch_statistics, [(x, *running, 1e-5, 0.1, last)])
     opcheck_samples(
         syncbn.batchnorm_backward, [(dy, x, mean, inv_std, weight, sums, sums, count, last)]

@@ -65,6 +65,7 @@ def mean_var(rng):
 def statistics(rng):
     x, channel_last, _, (mean, var, *_) = operands(rng)
     args = {"input": x, "running_mean": mean, "running_var": var.abs()}
+    args["num_batches"] = torch.randint(0, 9, rng.choice(((), (1,))))
     args = {name: rng.choice((None, v)) if name != "input" else v for name, v in args.items()}
     args |= {"channel_last": channel_last, "eps": 1e-3, "momentum": rng.choice((0.0, 0.1, 1.0))}
 
@@ -78,10 +79,12 @@ def statistics(rng):
         for name, new in (("running_mean", mean), ("running_var", var)):
             if a[name] is not None:
                 found[name] = keep * a[name].reshape(-1) + a["momentum"] * new
+        if a["num_batches"] is not None:
+            found["num_batches"] = a["num_batches"].reshape(-1) + 1
         return found
 
     run = one_way_not_finite(ops.batch_statistics)
-    return Call(run, args, expected, ("running_mean", "running_var"))
+    return Call(run, args, expected, ("running_mean", "running_var", "num_batches"))
 
 
 def merge(rng):

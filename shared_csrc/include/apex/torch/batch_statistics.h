@@ -1,6 +1,7 @@
 // What the operators of batch normalization have in common: vectors with a number for each channel,
 // and the statistics of a batch. `Stored<T>` are those that kernels store, in this order: mean,
-// variance, and if given inv_std, eps, running_mean, running_var, momentum, count and its value.
+// variance, and if given inv_std, eps, running_mean, running_var, momentum, count and its value,
+// and num_batches.
 #pragma once
 
 #include <optional>
@@ -65,13 +66,21 @@ std::tuple<Tensor, Tensor> mean_and_variance(const Channels& of, const Moments& 
 }
 
 // Mean, unbiased variance, inverse standard deviation and the count, and the running ones updated.
+// num_batches gets one more.
 template <template <class> class Stored, class Moments>
 std::tuple<Tensor, Tensor, Tensor, Tensor> all_statistics(const Channels& of, int64_t elements,
                                                           const std::optional<Tensor>& running_mean,
                                                           const std::optional<Tensor>& running_var,
+                                                          const std::optional<Tensor>& num_batches,
                                                           double eps, double momentum,
                                                           const Moments& moments) {
+  const NamedTensor x{of.name_of_x, of.x}, number{"num_batches", num_batches};
   check_apart(of.op, {"running_mean", running_mean}, {"running_var", running_var});
+  check_like(of.op, number, 1, ScalarType::Long, x);
+  for (const NamedTensor& other :
+       {x, NamedTensor{"running_mean", running_mean}, NamedTensor{"running_var", running_var}}) {
+    check_apart(of.op, number, other);
+  }
   Tensor mean = of.per_channel(), variance = of.per_channel(), inv_std = of.per_channel();
   Tensor count = empty(of.x, {1}, ScalarType::Long);
   moments([&]<class T>(T) {
@@ -83,7 +92,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> all_statistics(const Channels& of, in
                      of.written<T>("running_var", running_var),
                      momentum,
                      data<int64_t>(count, "count"),
-                     elements};
+                     elements,
+                     num_batches ? data<int64_t>(*num_batches, "num_batches") : nullptr};
   });
   return {mean, variance, inv_std, count};
 }

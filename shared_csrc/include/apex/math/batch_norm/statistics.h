@@ -26,8 +26,9 @@ struct Statistics {
   T* running_mean = nullptr;      // gets the share `momentum` of mean, as running_variance does of
   T* running_variance = nullptr;  // the unbiased variance
   double momentum = 0.0;
-  int64_t* count = nullptr;  // one number, gets this:
-  int64_t elements = 0;      // per channel
+  int64_t* count = nullptr;        // one number, gets this:
+  int64_t elements = 0;            // per channel
+  int64_t* num_batches = nullptr;  // one number, gets one more
 
   template <class M>
   APEX_HD void store(int64_t channel, const Moments<M>& moments) const {
@@ -38,6 +39,7 @@ struct Statistics {
     if (running_mean) update(running_mean[channel], mean[channel]);
     if (running_variance) update(running_variance[channel], variance[channel]);
     if (count && channel == 0) *count = elements;
+    if (num_batches && channel == 0) ++*num_batches;
   }
 
  private:

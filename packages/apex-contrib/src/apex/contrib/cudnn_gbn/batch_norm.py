@@ -150,7 +150,6 @@ class GroupBatchNorm2d(_BatchNorm):
             True,
             False,
             group_of(f"{NAME}: group_size", self.group_size),
+            self.num_batches_tracked,
         )
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
         return y.permute(0, 3, 1, 2)

@@ -113,10 +113,11 @@ std::tuple<Tensor, Tensor> batch_norm_moments(const Tensor& x) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_statistics(const Tensor& x,
                                                                  const OptionalTensor& running_mean,
                                                                  const OptionalTensor& running_var,
+                                                                 const OptionalTensor& num_batches,
                                                                  double eps, double momentum) {
   Rows rows("group_batch_norm_statistics", x);
-  return all_statistics<Statistics>(rows, rows.count, running_mean, running_var, eps, momentum,
-                                    [&](const auto& results) { moments(rows, results); });
+  return all_statistics<Statistics>(rows, rows.count, running_mean, running_var, num_batches, eps,
+                                    momentum, [&](const auto& results) { moments(rows, results); });
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_merge(const Tensor& mean, const Tensor& biased_var,

@@ -27,19 +27,22 @@ def moments(x: Tensor) -> _Vectors:
 
 @library.define(
     "group_batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "float eps, float momentum) -> (Tensor mean, Tensor var, Tensor inv_std, Tensor count)"
+    "Tensor(c!)? num_batches, float eps, float momentum)"
+    " -> (Tensor mean, Tensor var, Tensor inv_std, Tensor count)"
 )
 def statistics(
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    num_batches: Tensor | None,
     eps: float,
     momentum: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All that a single rank needs of its rows, and the running statistics updated by it.
 
     Mean, unbiased variance, ``1 / sqrt(biased_var + eps)``, and the int64 ``[1]`` number of rows.
-    Running ones that are not None become ``(1 - momentum) * running + momentum * new`` in place.
+    Running ones that are not None become ``(1 - momentum) * running + momentum * new`` in place,
+    and ``num_batches``, one int64 element or None, gets one more.
 
     Source:
         Ioffe & Szegedy, *Batch Normalization*, 2015, algorithm 1.

@@ -143,6 +143,7 @@ def group_batch_norm(
     from_batch: bool,
     relu: bool,
     group: dist.ProcessGroup | None,
+    num_batches: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize ``x`` ``[*, C]``, add ``z`` and take the positive part if ``relu``.
 
@@ -153,6 +154,7 @@ def group_batch_norm(
         running_mean, running_var: with ``from_batch`` they take ``momentum`` of the batch's
             statistics, or are None; else they are the statistics.
         group: the ranks whose rows are one batch; None for this rank's.
+        num_batches: with ``from_batch`` it gets one more, unless it is None.
 
     Returns:
         The output, like ``x``; mean and inverse standard deviation, in float32 at least.
@@ -167,7 +169,7 @@ def group_batch_norm(
     x, z = x.contiguous(), None if z is None else z.contiguous()
     with torch.no_grad():
         if from_batch:
-            running = running_mean, running_var
+            running = running_mean, running_var, num_batches
             given = *running, eps, momentum, group, size_of(group), plainness(x, *running)
             mean, inv_std, count = batch_statistics(name, _KERNELS, x.detach(), (), *given)
         elif running_mean is None or running_var is None:

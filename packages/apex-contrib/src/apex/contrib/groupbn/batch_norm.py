@@ -128,10 +128,10 @@ class BatchNorm2d_NHWC(_BatchNorm):
             self.training,
             self.fuse_relu,
             group_of(f"{NAME}: bn_group", self.bn_group) if self.training else None,
+            self.num_batches_tracked,
         )
         if self.training:
             self.minibatch_mean, self.minibatch_riv = mean, riv
-            self.num_batches_tracked.add_(1)
         return y.permute(0, 3, 1, 2) if self.torch_channels_last else y
 
 

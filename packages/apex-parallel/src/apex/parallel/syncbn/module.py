@@ -101,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):
         if momentum is None:  # a cumulative average
             momentum = 1.0 / (float(buffers["num_batches_tracked"]) + 1.0)
         is_plain = plainness(input, z, weight, bias)
-        output = (apply_plain if is_plain else SyncBatchnormFunction.apply)(
+        return (apply_plain if is_plain else SyncBatchnormFunction.apply)(
             input,
             z,
             weight,
@@ -114,7 +114,5 @@ class SyncBatchNorm(_BatchNorm):
             self.process_group,
             self.channel_last,
             self.fuse_relu,
+            buffers.get("num_batches_tracked") if updates else None,
         )
-        if updates and (count := buffers.get("num_batches_tracked")) is not None:
-            count.add_(1)
-        return output

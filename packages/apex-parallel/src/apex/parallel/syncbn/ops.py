@@ -31,13 +31,14 @@ def welford_mean_var(input: Tensor, channel_last: bool) -> tuple[Tensor, Tensor]
 
 @library.define(
     "batch_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "float eps, float momentum, bool channel_last)"
+    "Tensor(c!)? num_batches, float eps, float momentum, bool channel_last)"
     " -> (Tensor mean, Tensor var, Tensor inv_std, Tensor count)"
 )
 def batch_statistics(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    num_batches: Tensor | None,
     eps: float,
     momentum: float,
     channel_last: bool,
@@ -47,6 +48,7 @@ def batch_statistics(
     Args:
         running_mean, running_var: statistics, each updated in place unless it is None:
             ``(1 - momentum) * running + momentum * new``, where ``new`` is ``mean`` or ``var``.
+        num_batches: one int64 element or None, gets one more in place.
         eps: added to the biased variance, in units of the input squared.
         momentum: share of the batch in the running statistics.
 

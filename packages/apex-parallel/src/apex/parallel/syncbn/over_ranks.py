@@ -63,6 +63,7 @@ class SyncBatchnormFunction(Function):
         process_group: dist.ProcessGroup | None = None,
         channel_last: bool = False,
         fuse_relu: bool = False,
+        num_batches: Tensor | None = None,
     ) -> Tensor:
         """Normalize ``input``.
 
@@ -70,6 +71,7 @@ class SyncBatchnormFunction(Function):
             track_running_stats: use the statistics of the batch, and update the running ones where
                 they are not None. If False, normalize by the running ones.
             momentum: share of the batch in the new running statistics.
+            num_batches: gets one more where the statistics of the batch are used.
         """
         if not (plain := plainness()):
             refuse_batch_norm_transforms()
@@ -92,6 +94,7 @@ class SyncBatchnormFunction(Function):
                 (layout.channel_last,),
                 running_mean,
                 running_variance,
+                num_batches,
                 eps,
                 momentum,
                 process_group,
@@ -131,7 +134,7 @@ class SyncBatchnormFunction(Function):
         if ctx.needs_input_grad[3]:
             grad_bias = sum_dy.to(ctx.bias_dtype)
         grad_z = ctx.layout.restore(dy) if ctx.needs_input_grad[1] else None
-        return grad_input, grad_z, grad_weight, grad_bias, *[None] * 8
+        return grad_input, grad_z, grad_weight, grad_bias, *[None] * 9
 
 
 apply_plain = apply_of(SyncBatchnormFunction)

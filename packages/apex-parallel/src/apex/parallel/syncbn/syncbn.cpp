@@ -120,14 +120,12 @@ std::tuple<Tensor, Tensor> welford_mean_var(const Tensor& input, bool channel_la
                                        [&](const auto& results) { moments(shape, results); });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_statistics(const Tensor& input,
-                                                            const OptionalTensor& running_mean,
-                                                            const OptionalTensor& running_var,
-                                                            double eps, double momentum,
-                                                            bool channel_last) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_statistics(
+    const Tensor& input, const OptionalTensor& running_mean, const OptionalTensor& running_var,
+    const OptionalTensor& num_batches, double eps, double momentum, bool channel_last) {
   Shape shape = shape_of("batch_statistics", input, channel_last);
-  return all_statistics<Statistics>(shape, shape.elements(), running_mean, running_var, eps,
-                                    momentum,
+  return all_statistics<Statistics>(shape, shape.elements(), running_mean, running_var, num_batches,
+                                    eps, momentum,
                                     [&](const auto& results) { moments(shape, results); });
 }
 
@@ -191,8 +189,6 @@ std::tuple<Tensor, Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Te
   Parts parts = shape.parts();
   Tensor part_dy = shape.per_part(parts), part_dy_xmu = shape.per_part(parts);
   Tensor column_dy = shape.per_column(parts), column_dy_xmu = shape.per_column(parts);
-  const bool spreads = shape.sums_columns() && !shape.is_one_part(parts);
-  Tensor spread = shape.statistics(spreads ? parts.group * parts.columns : 0);
   Context context(input);
   dispatch_floating(shape.op, input.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
@@ -209,6 +205,7 @@ std::tuple<Tensor, Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Te
     if (!shape.sums_columns()) {
       rowwise(context, shape.rows, shape.columns, RowGradSums<X>{dy, x, mu, a, b, shape.channels});
     } else if constexpr (kMatrixParts) {
+      Tensor spread = shape.statistics(parts.group * parts.columns);
       T* means = data<T>(spread, "mean");
       rowwise(context, parts.group * shape.channels, parts.columns / shape.channels,
               Spread<T>{mu, means, shape.channels});
