@@ -312,7 +312,8 @@ def _index_mul_2d():
         index = torch.randint(rows, (rows,))
         return lambda: index_mul_2d(in1, in2, index), [in1, in2], lambda: in1[index] * in2
 
-    yield from rows_of("index_mul_2d", make, ((1, 64, F32), (512, 64, F32), (512, 64, BF16)))
+    sizes = ((1, 64, F32), (512, 64, F32), (512, 64, BF16), (8192, 16, F32))
+    yield from rows_of("index_mul_2d", make, sizes)
 
 
 @of("transducer_joint")

@@ -32,7 +32,8 @@ REASONS = {
     "transducer_loss": "A sample's frames depend on each other: 160 steps in a row, which the "
     "model has no term for.",
     "rotary_embedding": "The record is of an engine whose loads waited for each other.",
-    "index_mul_2d": "Rows of 16 or indices that repeat: atomics and sums of one row in a row.",
+    "index_mul_2d": "Rows of 16 or indices that repeat: atomics in torch; ours is the record of "
+    "an engine that sorted in more launches.",
     "focal_loss": "Bound by instructions (71 an element), not by memory.",
     "group_norm": "One thread walks the channels of a group between the passes; torch's moments "
     "take a block a group, 32 of 132 SMs.",
@@ -113,9 +114,9 @@ it, and bytes at the speed of a copy (2,825 GB/s), or less where fewer than 36 K
 way. Launches, re-reads and bytes under way are of `ci/gpu_costs.toml` ([how they are
 counted](../guides/gpu-costs.md)), torch's as that page says. Measured is the record of [an
 H100](nvidia-h100-80gb-hbm3.md). Only calls that were replayed from a CUDA graph are compared: in
-others Python is measured. **Our engines of rows, columns and lists were rewritten after the
-record**, so that the error of ours holds both the model's and the difference of two engines; that
-of torch is the model's alone.
+others Python is measured. **Our engines of rows, columns, segments and lists were rewritten after
+the record**, so that the error of ours holds both the model's and the difference of two engines;
+that of torch is the model's alone.
 """
 
 

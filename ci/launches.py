@@ -138,18 +138,27 @@ def of_lists(launch: Launch) -> set[str]:
     return found | ({"several blocks of a tensor"} if launch.grid[0] > tensors else set())
 
 
-def of_digits(launch: Launch) -> set[str]:
-    tiles, shift = launch.grid[0], launch.numbers[1]
+def of_ranks(launch: Launch) -> set[str]:
+    rows, segments = launch.numbers[:2]
+    has_segments = launch.grid[0] * launch.block[0] > rows + segments
     return {
-        "one tile" if tiles == 1 else "several tiles",
-        "the first digit" if shift == 0 else "further digits",
+        "one chunk" if rows <= 1024 else "several chunks",
+        "segments too" if has_segments else "rows alone",
+    }
+
+
+def of_digits(launch: Launch) -> set[str]:
+    (place,) = launch.numbers[:1]
+    return {
+        "one tile" if launch.grid[0] == 1 else "several tiles",
+        "the first digit" if place == 0 else "further digits",
     }
 
 
 def of_segments(launch: Launch) -> set[str]:
-    rows, segments = launch.numbers[:2]
+    rows, segments, heads = launch.numbers[:3]
     found = memory(launch, max(rows, segments))
-    return found | {"one tile" if rows <= 128 else "sums of tiles before"}
+    return found | {"sums of parts before" if heads else "one part"}
 
 
 def of_samples(launch: Launch) -> set[str]:
@@ -173,11 +182,12 @@ KERNELS = {
     "foreach_kernel": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
     "foreach_fold_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
     "foreach_reduce_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
-    "segment_digits": (
-        of_digits,
-        {"one tile", "several tiles", "the first digit", "further digits"},
+    "segment_ranks": (
+        of_ranks,
+        {"one chunk", "several chunks", "segments too", "rows alone"},
     ),
-    "segment_sums": (of_segments, MEMORY | {"one tile", "sums of tiles before"}),
+    "segment_moves": (of_digits, {"several tiles", "the first digit", "further digits"}),
+    "segment_sums": (of_segments, MEMORY | {"one part", "sums of parts before"}),
     "samplewise_kernel": (of_samples, {"several samples"}),
 }
 

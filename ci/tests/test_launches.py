@@ -141,8 +141,9 @@ def test_exceptions_of_the_tree_name_ops_kernels_and_ways():
         ("colwise_tiles", (1, 9, 1), (1185, 7), {"several splits", "four rows in flight"}),
         ("colwise_merge", (1, 1, 1), (9, 7), {"more splits"}),
         ("foreach_kernel", (7, 1, 1), (2,), {"several tensors", "several blocks of a tensor"}),
-        ("segment_digits", (2, 1, 1), (1185, 6), {"several tiles", "further digits"}),
-        ("segment_sums", (2, 1, 1), (300, 7, 33), {"sums of tiles before"}),
+        ("segment_ranks", (7, 1, 1), (1185, 60), {"several chunks", "rows alone"}),
+        ("segment_moves", (2, 1, 1), (1,), {"several tiles", "further digits"}),
+        ("segment_sums", (2, 1, 1), (300, 7, 3, 33), {"sums of parts before"}),
         ("an_own_kernel", (2, 1, 1), (), set()),
     ],
 )

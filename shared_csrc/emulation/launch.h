@@ -61,8 +61,8 @@ void add_numbers(std::vector<int64_t>& numbers, const T& parameter) {
     numbers.push_back(parameter);
   } else if constexpr (requires { parameter.tensors + 0; }) {
     numbers.push_back(parameter.tensors);
-  } else if constexpr (requires { parameter.rows + parameter.count + 0; }) {
-    numbers.insert(numbers.end(), {parameter.rows, parameter.count});
+  } else if constexpr (requires { parameter.rows + parameter.count + parameter.heads; }) {
+    numbers.insert(numbers.end(), {parameter.rows, parameter.count, parameter.heads});
   }
 }
 

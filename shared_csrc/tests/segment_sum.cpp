@@ -122,8 +122,24 @@ void test(int threads, std::vector<int64_t> keys, int64_t count, int64_t columns
                       std::to_string(count) + " segments";
   // Sums; rows and sums; both as operators call them, which may leave out the sort, by as many
   // threads and by one; and the same of sums that are results.
-  enum Mode { kSumsAlone, kSorted, kCalled, kCalledByOne, kResults, kResultsByOne };
-  for (Mode mode : {kSumsAlone, kSorted, kCalled, kCalledByOne, kResults, kResultsByOne}) {
+  // A GPU also sorts few rows by digits: in one tile of them, in several, and by int64.
+  enum Mode {
+    kSumsAlone,
+    kSorted,
+    kInTiles,
+    kWide,
+    kCalled,
+    kCalledByOne,
+    kResults,
+    kResultsByOne
+  };
+#if defined(APEX_GPU)
+  static constexpr Mode modes[] = {kSumsAlone, kSorted, kInTiles, kWide, kCalled, kResults};
+#else
+  static constexpr Mode modes[] = {kSumsAlone,   kSorted,  kCalled,
+                                   kCalledByOne, kResults, kResultsByOne};
+#endif
+  for (Mode mode : modes) {
     const bool has_products = mode < kResults;
     {
 #if defined(APEX_GPU)
@@ -145,6 +161,14 @@ void test(int threads, std::vector<int64_t> keys, int64_t count, int64_t columns
         segment_sum(context, group_rows(context, rows, count, lookup), columns, program);
       } else if (mode == kSorted) {
         rowwise_segment_sum(context, group_rows(context, rows, count, lookup), columns, program);
+#if defined(APEX_GPU)
+      } else if (mode == kInTiles) {
+        auto segments = sort_rows<int32_t>(context, rows, count, lookup, 2);
+        rowwise_segment_sum(context, segments, columns, program);
+      } else if (mode == kWide) {
+        auto segments = sort_rows<int64_t>(context, rows, count, lookup, 2);
+        rowwise_segment_sum(context, segments, columns, program);
+#endif
       } else if (has_products) {
         rowwise_segment_sum(context, rows, columns, count, lookup, true, program);
       } else {
@@ -212,6 +236,8 @@ void test_all() {
       test<S>(t, random_keys(many, -1, 20), 17, columns);  // few, each a small share of all rows
     }
     test<S>(t, random_keys(many, 0, 70'000), 70'000, 1);  // three digits
+    test<S>(t, random_keys(4500, -2, 1000), 1000, 1);     // more than a GPU ranks
+    test<S>(t, random_keys(4500, 9, 10), 10, 2);          // all of one
     test<S>(t, random_keys(10, 0, 3), 3, 0);
   }
 }

@@ -94,6 +94,16 @@ def test_rows_of_some_indices_are_many(dtype, device):
     check(in1, in2, idx1, dy)
 
 
+# (rows of in1, of in2): what a GPU sorts in other ways than the shapes above.
+SORTED = {"fewer rows than in1 has": (17_000, 1000), "many rows": (700, 4500)}
+
+
+@pytest.mark.parametrize(("picked", "rows"), SORTED.values(), ids=SORTED.keys())
+def test_sorts(picked, rows, device):
+    in1, in2, dy = (torch.randn(n, 1, device=device) for n in (picked, rows, rows))
+    check(in1, in2, torch.randint(picked, (rows,), device=device), dy)
+
+
 @pytest.mark.parametrize("shapes", [(0, 0, 5), (3, 0, 5), (3, 4, 0), (0, 0, 0)], ids=str)
 def test_empty(shapes, device):
     picked, rows, columns = shapes

@@ -72,8 +72,9 @@ SIZES = {
     "one label": (2, 5, 1, 64),
     "one frame": (2, 1, 9, 33),
     "odd": (4, 11, 6, 63),
-    # A GPU sorts the cells of "many" in several tiles, and frames by more than one digit.
-    **for_gpus(block=(2, 2, 2, 776), wide=(1, 2, 2, 1027), many=(2, 40, 14, 3)),
+    # A GPU adds up the cells of long frames, and of long labels, in several parts.
+    **for_gpus(block=(2, 2, 2, 776), wide=(1, 2, 2, 1027), many=(2, 140, 3, 3)),
+    **for_gpus(labels=(2, 3, 267, 5), both=(1, 131, 130, 3)),
 }
 
 
@@ -109,6 +110,17 @@ def test_matches_the_oracle(dtype, size, relu, layout, device):
     assert torch.equal(again[0], of_cells(actual[0]))
     for a, b in zip(again[1:], actual[1:], strict=True):
         torch.testing.assert_close(a, b, atol=2 * torch.finfo(dtype).eps * ulps, rtol=1e-2)
+
+
+def test_samples_before_have_no_say_in_bits(device):
+    f, g, *lengths = sizes(3, 20, 10, 5, device, torch.float32)
+    seed = torch.randn(3, 20, 10, 5, device=device)
+    run = lambda of: with_gradients(
+        lambda f, g: TransducerJoint()(f, g, *(n[of] for n in lengths)), f[of], g[of], seed[of]
+    )
+    alone = zip(*(run(slice(b, b + 1)) for b in range(3)), strict=True)
+    for together, parts in zip(run(slice(None)), alone, strict=True):
+        assert torch.equal(together, torch.cat(parts))
 
 
 @pytest.mark.parametrize("relu", [False, True])

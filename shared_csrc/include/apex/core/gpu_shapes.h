@@ -42,6 +42,8 @@ inline constexpr bool kColwiseBounds = false;     // whether compilers know the 
 
 // Segments.
 inline constexpr int kSegmentThreads = 256;
+inline constexpr int kSegmentRows = 4;            // that a thread has under way
+inline constexpr int kSegmentResidentBlocks = 2;  // see kRowResidentBlocks
 
 // Lists of tensors.
 inline constexpr int kForeachThreads = 256;

@@ -14,6 +14,7 @@
 //   template <class R, class Sums> void finish(R& row, const Sums& sums) const  // of a segment:
 //     { row.each([](T& y, T sum) { y = sum; }, row.out(y), sums[0]); }   // row.index() is its
 //     number
+// where rows have a program too, row(R&), which passes over them by each() alone,
 // and, where finish() copies sums, one number per column, to [count, columns] of that type,
 //   T* sums_as_results() const { return y; }           // to which a CPU may add the rows
 //
@@ -29,14 +30,6 @@
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
-
-// Rows sorted by segment. Those of segment s are order[offsets[s]] to order[offsets[s + 1] - 1],
-// ascending; behind the last segment's are those of none. Its memory is the context's.
-struct Segments {
-  int64_t rows, count;
-  const int64_t* offsets;  // [count + 1]
-  const int64_t* order;    // [rows]
-};
 
 // How many rows ahead of its turn a CPU asks memory for a row: rows lie anywhere, and short ones
 // are done before it has answered.

@@ -14,6 +14,14 @@ inline namespace APEX_BACKEND_NS {
 // by any thread, so that few long segments keep all threads busy.
 inline constexpr int64_t kSegmentTile = 1024;
 
+// Rows sorted by segment. Those of segment s are order[offsets[s]] to order[offsets[s + 1] - 1],
+// ascending; behind the last segment's are those of none. Its memory is the context's.
+struct Segments {
+  int64_t rows, count;
+  const int64_t* offsets;  // [count + 1]
+  const int64_t* order;    // [rows]
+};
+
 // A counting sort: it takes some nanoseconds a row.
 template <class Context, SegmentOfRow F>
 Segments group_rows(const Context& context, int64_t rows, int64_t count, const F& segment_of) {

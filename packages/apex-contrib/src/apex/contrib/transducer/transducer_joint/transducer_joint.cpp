@@ -125,16 +125,21 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dh_of_any_layout, const Tensor
   Tensor df = empty_like(f, f.scalar_type()), dg = empty_like(g, g.scalar_type());
   Context context(f);
   dispatch_floating(op, f.scalar_type(), [&]<class S>() {
-    TransducerJointBackward<S> program{columns,
-                                       data<S>(dh, "dh"),
-                                       relu ? data<S>(f, "f") : nullptr,
-                                       relu ? data<S>(g, "g") : nullptr,
-                                       mask,
-                                       data<S>(df, "df"),
-                                       static_cast<compute_t<S>>(keep ? scale : 1)};
-    TransducerJointBackward<S> of_labels = program;
-    of_labels.gradient = data<S>(dg, "dg");
-    cell_sums(context, cells, columns, program, of_labels);
+    dispatch_bool(relu, [&]<bool kRelu>() {
+      dispatch_bool(mask != nullptr, [&]<bool kKeep>() {
+        TransducerJointBackward<S, kRelu, kKeep> program{
+            columns,
+            data<S>(dh, "dh"),
+            data<S>(f, "f"),
+            data<S>(g, "g"),
+            mask,
+            data<S>(df, "df"),
+            static_cast<compute_t<S>>(kKeep ? scale : 1)};
+        auto of_labels = program;
+        of_labels.gradient = data<S>(dg, "dg");
+        cell_sums(context, cells, columns, program, of_labels);
+      });
+    });
   });
   return {df, dg};
 }

@@ -68,8 +68,8 @@ struct TransducerJointForward {
 
 // Sums over the cells of a frame (of_f) or of a label. Where ReLU lets a gradient pass is computed
 // again from f and g, which the cache holds, so that no result has to be kept: the sum is rounded
-// to 0 nowhere.
-template <class S>
+// to 0 nowhere. A branch for each row would make its loads wait for those of the row before.
+template <class S, bool kRelu, bool kKeep>
 struct TransducerJointBackward {
   using value_type = compute_t<S>;
   using storage_type = S;
@@ -78,19 +78,18 @@ struct TransducerJointBackward {
 
   int64_t columns;
   const S* dh;          // [rows, columns]
-  const S* f;           // with ReLU, as of the forward; else null
+  const S* f;           // as of the forward; read with kRelu
   const S* g;           // likewise
-  const uint8_t* keep;  // [rows, columns], or null
+  const uint8_t* keep;  // [rows, columns]; read with kKeep
   S* gradient;          // [segments, columns]
   T scale;
 
   template <class R, class SumsOf>
   APEX_HD void column_sums(R& row, const SumsOf& sums_of_cell) const {
-    if (f != nullptr) {
+    if constexpr (kRelu) {
       const auto [frame, label] = sums_of_cell();
-      return of_relu(row, f + frame * columns, g + label * columns);
-    }
-    if (keep != nullptr) {
+      of_relu(row, f + frame * columns, g + label * columns);
+    } else if constexpr (kKeep) {
       row.template accumulate<1>(
           [](Array<T, 1>& sums, T dh, T keep) { sums[0] += keep != T(0) ? dh : T(0); }, row.in(dh),
           row.in(keep));
@@ -109,7 +108,7 @@ struct TransducerJointBackward {
   template <class R>
   APEX_HD void of_relu(R& row, const S* frame, const S* label) const {
     const auto of_f = row.shared(frame), of_g = row.shared(label);
-    if (keep != nullptr) {
+    if constexpr (kKeep) {
       row.template accumulate<1>(
           [](Array<T, 1>& sums, T dh, T keep, T f, T g) {
             sums[0] += zero_where(!(f + g > T(0)) | (keep == T(0)), dh);
