@@ -19,8 +19,8 @@
 //   T* sums_as_results() const { return y; }           // to which a CPU may add the rows
 //
 // Rows of a segment are added in their order, in runs that end where a tile of kSegmentTile sorted
-// rows does. No atomics, and nothing depends on the number of threads: the same input gives the
-// same bits. A segment without rows is finished with zeros.
+// rows does. No number is added by an atomic, and nothing depends on the number of threads: the
+// same input gives the same bits. A segment without rows is finished with zeros.
 #pragma once
 
 #include <algorithm>
