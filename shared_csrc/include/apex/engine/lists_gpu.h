@@ -152,7 +152,7 @@ class ListPart {
           true, 0, [&](int u) { return own + u * kForeachThreads < count_; },
           [&](const auto&, int u) { return own + u * kForeachThreads; },
           [&](int u, int lane, auto&... values) {
-            body(kNoPack, own + u * kForeachThreads, lane, values...);
+            body(int{kNoPack}, own + u * kForeachThreads, lane, values...);
           },
           views...);
     }
