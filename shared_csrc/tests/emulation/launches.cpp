@@ -59,7 +59,7 @@ __global__ void with_table(float* y, Table<kBytes> table) {
 template <bool kBroken>
 void too_many_parameters() {
   Fresh<float> y("y", 64);
-  if (most_parameter_bytes() == 4096) {
+  if (emulation::most_parameter_bytes() == 4096) {
     run(with_table < kBroken ? 4089 : 4088 >, dim3(1), dim3(64), y.data(),
         Table<kBroken ? 4089 : 4088>{});
   } else {
