@@ -38,7 +38,7 @@ struct ColumnView<Access<AnyFloat>> {
   APEX_DEVICE char* at(int64_t offset) const { return data + offset * bytes(type); }
 };
 
-// Bytes are loaded one by one: of 8 there are packs nowhere but for what is only written.
+// Bytes that are read are loaded one by one: packs of 8 bytes would need a branch of their own.
 template <int N, template <class> class Access>
 APEX_DEVICE bool view_aligned(const ColumnView<Access<AnyFloat>>& view) {
   if (Access<AnyFloat>::kRead && view.type == Storage::kFloat8) return false;
@@ -98,9 +98,9 @@ struct LoadedPacks<T, N, kUnderWay, ColumnView<Access<AnyFloat>>> {
   }
 };
 
-// The `count` elements from a tensor's element `begin` on that are a block's. load() has the first
-// packs under way, while the block finds out what to do with them: each() is called later.
-// kOneTurn: there are no more than these.
+// The first `count` elements of the views, which are a block's. Once made, its first packs are
+// under way, while the block finds out what to do with them: each() is called later. kOneTurn:
+// there are no more than these.
 template <class T, int N, int kPacks, bool kOneTurn, class... Views>
 class ListPart {
   static constexpr int kStride = kForeachThreads * N;
