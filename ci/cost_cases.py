@@ -294,7 +294,8 @@ def _groupbn():
 def _group_norm():
     from apex.contrib.group_norm import GroupNorm
 
-    for shape, dtype in (((1, 2, 1, 2), F32), ((4, 64, 8, 8), F32), ((2, 320, 8, 8), BF16)):
+    shapes = ((2, 320, 8, 8), BF16), ((2, 1280, 16, 16), BF16)
+    for shape, dtype in (((1, 2, 1, 2), F32), ((4, 64, 8, 8), F32), *shapes):
         norm = GroupNorm(2 if shape[1] == 2 else 32, shape[1], dtype=dtype, act="silu")
         x = randn(*shape, dtype=dtype, layout=torch.channels_last)
         name = f"group_norm silu {short(dtype)} {'x'.join(map(str, shape))}"

@@ -129,7 +129,7 @@ def of_columns(launch: Launch) -> set[str]:
 
 def of_merges(launch: Launch) -> set[str]:
     splits = launch.numbers[0]
-    return {"one split" if splits == 1 else "2 to 8 splits" if splits <= 8 else "more splits"}
+    return {"one split" if splits == 1 else "2 to 32 splits" if splits <= 32 else "more splits"}
 
 
 def of_lists(launch: Launch) -> set[str]:
@@ -161,12 +161,24 @@ def of_segments(launch: Launch) -> set[str]:
     return found | {"sums of parts before" if heads else "one part"}
 
 
+def of_tiles(launch: Launch) -> set[str]:
+    rows, tiles, packs = launch.numbers[:3]
+    rows_of_threads = launch.block[0] // packs
+    found = memory(launch) & {"packs", "single elements"}
+    return found | {
+        "one block of rows" if launch.grid[1] == 1 else "several blocks of rows",
+        "one tile" if tiles == 1 else "several tiles",
+        "several turns" if rows > 4 * rows_of_threads else "one turn",
+    }
+
+
 def of_samples(launch: Launch) -> set[str]:
     return {"one sample" if launch.grid[0] == 1 else "several samples"}
 
 
 MEMORY = {"packs", "a rest behind packs", "single elements"}
 COLUMNS = {"one split", "several splits", "several tiles of columns", "four rows in flight"}
+TILES = {"packs", "single elements", "several blocks of rows", "several tiles", "several turns"}
 KERNELS = {
     "rowwise_kernel": (
         of_rows,
@@ -177,7 +189,9 @@ KERNELS = {
         {"packs", "several rows a block", "a row a block", "several rows a thread"},
     ),
     "colwise_tiles": (of_columns, COLUMNS),
-    "sample_tiles": (of_columns, COLUMNS),
+    "column_packs": (of_tiles, TILES),
+    "sample_sums": (of_tiles, TILES),
+    "sample_rows": (of_tiles, TILES),
     "colwise_merge": (of_merges, {"more splits"}),
     "foreach_kernel": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
     "foreach_fold_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),

@@ -63,6 +63,8 @@ void add_numbers(std::vector<int64_t>& numbers, const T& parameter) {
     numbers.push_back(parameter.tensors);
   } else if constexpr (requires { parameter.rows + parameter.count + parameter.heads; }) {
     numbers.insert(numbers.end(), {parameter.rows, parameter.count, parameter.heads});
+  } else if constexpr (requires { parameter.rows_a_block + parameter.tiles + parameter.packs; }) {
+    numbers.insert(numbers.end(), {parameter.rows_a_block, parameter.tiles, parameter.packs});
   }
 }
 

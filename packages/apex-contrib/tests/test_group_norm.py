@@ -94,7 +94,7 @@ def compare(x, weight, bias, groups, act, seed, ulps=1.0):
 
 
 # Shape and groups: what no width of a vector divides, one element per channel, one channel per
-# group, one group, many samples, several parts of one sample.
+# group, one group, many samples, several parts of one sample; sums of blocks merged before rows.
 SHAPES = {
     "odd": ((3, 15, 7, 5), 5),
     "pixel": ((4, 24, 1, 1), 3),
@@ -103,7 +103,7 @@ SHAPES = {
     "samples": ((17, 64, 2, 3), 32),
     "parts": ((3, 40, 33, 35), 4),
     "vector": ((1, 32, 20, 20), 8),
-    **for_gpus(block=((2, 776, 2, 2), 8), wide=((1, 1027, 2, 1), 13)),
+    **for_gpus(block=((2, 776, 2, 2), 8), wide=((1, 1027, 2, 1), 13), merged=((1, 256, 5, 13), 1)),
 }
 LAYOUTS = {
     "channels-last": channels_last,

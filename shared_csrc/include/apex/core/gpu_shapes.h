@@ -38,7 +38,13 @@ inline constexpr int kRowsInFlight = 4;           // of each thread
 inline constexpr int64_t kColwiseRows = 128;      // rows per tile, at least
 inline constexpr int64_t kColwiseSplits = 128;    // tiles along the rows, at most, but for
 inline constexpr int64_t kColwiseLongest = 4096;  // rows per tile, beyond which there are more
-inline constexpr bool kColwiseBounds = false;     // whether compilers know the threads of a block
+
+// Samples, in tiles of packs side by side.
+inline constexpr int kTileThreads = 256;
+inline constexpr int kTilePacks = 32;        // side by side, at most
+inline constexpr int64_t kTileRows = 8;      // of a thread, at least
+inline constexpr int64_t kTileBlocks = 768;  // that rows are divided for
+inline constexpr int64_t kTileSums = 512;    // of a group: fewer, each block adds up
 
 // Segments.
 inline constexpr int kSegmentThreads = 256;

@@ -189,6 +189,15 @@ struct Array {
   APEX_HD const T& operator[](int i) const { return values[i]; }
 };
 
+// Numbers that each column of a matrix has: vectors, `stride` elements apart.
+template <class T>
+struct ColumnVectors {
+  const T* data = nullptr;  // of column 0
+  int64_t stride = 0;
+
+  APEX_HD const T* operator[](int vector) const { return data + vector * stride; }
+};
+
 // a * b + c, rounded once where processors do that. Explicit where a sum has two products:
 // compilers choose one of them to round once, and choose otherwise in another kernel.
 template <class T>

@@ -5,25 +5,12 @@
 #pragma once
 
 #include "apex/engine/rowwise_gpu.h"
+#include "apex/engine/tiles_gpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-inline constexpr int kColwiseBoundThreads = kColwiseBounds ? kGroupLanes * kColwiseThreadsY : 0;
 static_assert((kColwiseThreadsY & (kColwiseThreadsY - 1)) == 0, "merged in pairs");
-
-template <class T, class Program>
-inline constexpr bool kMergesIn =
-    requires(const Program& program, Array<T, Program::kSums>& sums) { program.merge(sums, sums); };
-
-template <class Program, class T, int N>
-APEX_HD void merge_sums(const Program& program, Array<T, N>& total, const Array<T, N>& part) {
-  if constexpr (kMergesIn<T, Program>) {
-    program.merge(total, part);
-  } else {
-    for (int n = 0; n < N; ++n) total[n] += part[n];
-  }
-}
 
 // A thread's column of one of the rows that it has under way.
 template <class T, int kSums>
@@ -105,18 +92,10 @@ class ColumnRow {
 template <class P>
 concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
 
-template <class T, class S, int N>
-APEX_DEVICE Array<T, N> convert_sums(const Array<S, N>& sums) {
-  Array<T, N> result;
-  for (int n = 0; n < N; ++n) result[n] = static_cast<T>(sums[n]);
-  return result;
-}
-
 // What kCount rows of threads, from `first` on, have of a column, merged pair by pair.
-template <int kCount, class Program>
+template <int kCount, int kRows, class Program>
 APEX_DEVICE Array<double, Program::kSums> merged_rows(
-    const Program& program, const double (&shared)[Program::kSums][kColwiseThreadsY][kGroupLanes],
-    int first) {
+    const Program& program, const double (&shared)[Program::kSums][kRows][kGroupLanes], int first) {
   constexpr int kSums = Program::kSums;
   Array<double, kSums> sums;
   if constexpr (kCount == 1) {
@@ -130,13 +109,13 @@ APEX_DEVICE Array<double, Program::kSums> merged_rows(
 
 // Merge what the threads of a block have of the same column; threads of threadIdx.y == 0 get it. In
 // double, as all that follows: roundings of the largest numbers would cost more than those before.
-template <class Program>
+template <int kRows, class Program>
 APEX_DEVICE void merge_block(const Program& program, Array<double, Program::kSums>& sums) {
   constexpr int kSums = Program::kSums;
-  APEX_SHARED(double, shared, [kSums][kColwiseThreadsY][kGroupLanes]);
+  APEX_SHARED(double, shared, [kSums][kRows][kGroupLanes]);
   for (int n = 0; n < kSums; ++n) shared[n][threadIdx.y][threadIdx.x] = sums[n];
   __syncthreads();
-  if (threadIdx.y == 0) sums = merged_rows<kColwiseThreadsY>(program, shared, 0);
+  if (threadIdx.y == 0) sums = merged_rows<kRows>(program, shared, 0);
 }
 
 // The sums of a column over a thread's rows of [begin, end). Several rows are under way, each with
@@ -190,7 +169,7 @@ APEX_DEVICE Array<double, Program::kSums> tile_sums(int64_t begin, int64_t end, 
     sums = convert_sums<double>(thread_sums<T>(std::make_index_sequence<kRowsInFlight>{}, begin,
                                                end, columns, column, program));
   }
-  merge_block(program, sums);
+  merge_block<kColwiseThreadsY>(program, sums);
   return sums;
 }
 
@@ -203,8 +182,7 @@ APEX_DEVICE void store_partial(const Array<double, kSums>& sums, int64_t columns
 
 // partials: [splits, kSums, columns]; null where one split is all.
 template <class Program, class T>
-__global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
-    colwise_tiles(int64_t rows, int64_t columns, double* partials, Program program) {
+__global__ void colwise_tiles(int64_t rows, int64_t columns, double* partials, Program program) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   const int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
   const auto sums = tile_sums<T>(begin, end, columns, column, program);
@@ -217,11 +195,15 @@ __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
   }
 }
 
+// Rows of threads that merge splits: as many as shared memory has room for.
+template <class Program>
+inline constexpr int kMergeRows = Program::kSums <= 4 ? 32 : kColwiseThreadsY;
+
 // P: double, or of rows that add up their columns the type of those.
 template <class Program, class P>
-__global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
+__global__ void __launch_bounds__(kGroupLanes* kMergeRows<Program>)
     colwise_merge(int64_t splits, int64_t columns, const P* partials, Program program) {
-  constexpr int kSums = Program::kSums;
+  constexpr int kSums = Program::kSums, kRows = kMergeRows<Program>;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   auto part_of = [&](int64_t split) {
     Array<P, kSums> part;
@@ -233,12 +215,11 @@ __global__ void APEX_LAUNCH_BOUNDS(kColwiseBoundThreads, 0)
     sums = part_of(threadIdx.y);
     constexpr int kTogether = kSums < 8 ? 8 / kSums : 1;  // of more loads compilers wait for some
 #pragma unroll kTogether
-    for (int64_t split = threadIdx.y + kColwiseThreadsY; split < splits;
-         split += kColwiseThreadsY) {
+    for (int64_t split = threadIdx.y + kRows; split < splits; split += kRows) {
       merge_sums(program, sums, part_of(split));
     }
   }
-  merge_block(program, sums);
+  merge_block<kRows>(program, sums);
   if (threadIdx.y == 0 && column < columns) finish_column(program, column, sums);
 }
 
@@ -246,7 +227,7 @@ template <class Context, class Program, class P>
 void merge_partials(const Context& context, int64_t splits, int64_t columns, const P* partials,
                     const Program& program) {
   const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
-  launch<colwise_merge<Program, P>>(dim3(tiles), dim3(kGroupLanes, kColwiseThreadsY), 0,
+  launch<colwise_merge<Program, P>>(dim3(tiles), dim3(kGroupLanes, kMergeRows<Program>), 0,
                                     context.stream(), splits, columns, partials, program);
   context.check_launch("colwise_merge");
 }
@@ -255,6 +236,53 @@ void merge_partials(const Context& context, int64_t splits, int64_t columns, con
 inline int64_t column_splits(int64_t rows) {
   const int64_t most = std::clamp<int64_t>(rows / kColwiseLongest, kColwiseSplits, 65535);
   return std::clamp<int64_t>(rows / kColwiseRows, 1, most);
+}
+
+template <class Program, int N>
+__global__ void __launch_bounds__(kTileThreads)
+    column_packs(TileShape shape, double* partials, Program program) {
+  const ColumnTile<Program, N> tile(shape);
+  const Program of_tile = [&] {
+    if constexpr (HasBefore<Program>) return tile.with_before(program);
+    return program;
+  }();
+  const ThreadSums<Program, N> own(of_tile, tile.rows());
+  tile.merge(program, own.sums, [&](int column, const Array<double, Program::kSums>& sums) {
+    if (partials == nullptr) {
+      finish_column(program, column, sums);
+    } else {
+      store_partial(sums, shape.columns, column,
+                    partials + static_cast<int64_t>(blockIdx.y) * Program::kSums * shape.columns);
+    }
+  });
+}
+
+template <int N, class Context, class Program>
+void launch_column_packs(const Context& context, int64_t rows, int64_t columns,
+                         const Program& program) {
+  const TileShape shape(rows, columns, N);
+  const int64_t splits = shape.splits();
+  double* partials = nullptr;
+  if (splits > 1) {
+    partials =
+        static_cast<double*>(context.workspace(splits * Program::kSums * columns * sizeof(double)));
+  }
+  launch<column_packs<Program, N>>(shape.grid(1), dim3(kTileThreads), 0, context.stream(), shape,
+                                   partials, program);
+  context.check_launch("column_packs");
+  if (splits > 1) merge_partials(context, splits, columns, partials, program);
+}
+
+template <class Context, ColumnProgram Program>
+  requires TakesPacks<Program>
+void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
+  constexpr int N = pack_size<typename Program::matrix_type>();
+  if (columns == 0) return;
+  if (columns % N == 0) {
+    launch_column_packs<N>(context, rows, columns, program);
+  } else {
+    launch_column_packs<1>(context, rows, columns, program);
+  }
 }
 
 template <class Context, ColumnProgram Program>

@@ -143,6 +143,7 @@ struct GradStatistics {
 // Sums over each column of dy and of dy * (x - mean).
 template <class X>
 struct ColumnGradSums {
+  using matrix_type = X;
   using value_type = compute_t<X>;
   using storage_type = X;
   using T = value_type;
@@ -211,6 +212,7 @@ struct RowGradSums {
 // Adds up the sums of parts.
 template <class T>
 struct PartSums {
+  using matrix_type = T;
   using value_type = double;
   static constexpr int kSums = 2;
 

@@ -51,6 +51,7 @@ struct DenseGelu {
 
 template <class S, class Gradient>
 struct DenseActivationBackward {
+  using matrix_type = S;
   using value_type = compute_t<S>;
   using T = value_type;
   static constexpr int kSums = 1;

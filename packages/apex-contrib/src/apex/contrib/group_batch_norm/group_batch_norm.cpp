@@ -76,7 +76,8 @@ template <class Results>
 void moments(const Rows& rows, const Results& results) {
   Parts parts = parts_of_matrix(rows.count, rows.channels);
   Tensor part_shift = rows.per_part(parts), part_variance = rows.per_part(parts);
-  Tensor pivot = rows.statistics(parts.group * rows.channels);
+  // A GPU's engine makes pivots itself.
+  Tensor pivot = rows.statistics(kMatrixParts ? parts.group * rows.channels : 0);
   Context context(rows.x);
   dispatch_floating(rows.op, rows.x.scalar_type(), [&]<class X>() {
     using T = compute_t<X>;
@@ -84,18 +85,20 @@ void moments(const Rows& rows, const Results& results) {
     const X* x = data<X>(rows.x, rows.name_of_x);
     T *shifts = data<T>(part_shift, "shifts"), *variances = data<T>(part_variance, "variances");
     T* pivots = data<T>(pivot, "pivots");
-    auto at = [&](int64_t row) { return x + row * rows.channels; };
-    if (rows.count > 0) {
-      rowwise(context, parts.group, rows.channels,
-              BatchNormPivots<X>{
-                  {{at(rows.count / 4), at(rows.count / 2), at(rows.count - 1 - rows.count / 4)}},
-                  pivots});
+    if constexpr (kMatrixParts) {
+      if (rows.count > 0) {
+        auto at = [&](int64_t row) { return x + row * rows.channels; };
+        rowwise(context, parts.group, rows.channels,
+                BatchNormPivots<X>{
+                    {{at(rows.count / 4), at(rows.count / 2), at(rows.count - 1 - rows.count / 4)}},
+                    pivots});
+      }
     }
     const bool has_parts = parts.count() != 1;
     parts.each([&](int64_t count, int64_t columns, int64_t element, int64_t part) {
       const Statistics<T> own = has_parts ? Statistics<T>{shifts + part, variances + part} : all;
       colwise(context, count, columns,
-              BatchNormMoments<X>{x + element, pivots, own, static_cast<double>(count), has_parts});
+              PivotMoments<X>{x + element, count, columns, own, has_parts, {pivots}});
     });
     if constexpr (kMatrixParts) {
       if (!has_parts) return;

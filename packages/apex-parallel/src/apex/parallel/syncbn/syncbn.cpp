@@ -6,6 +6,7 @@
 #include "apex/engine/rowwise.h"
 #include "apex/math/batch_norm/batch_norm.h"
 #include "apex/math/batch_norm/parts.h"
+#include "apex/math/batch_norm/pivots.h"
 #include "apex/math/batch_norm/statistics.h"
 #include "apex/torch/batch_statistics.h"
 #include "apex/torch/context.h"
@@ -89,7 +90,12 @@ void moments(const Shape& shape, const Results& results) {
     const X* x = data<X>(shape.x, shape.name_of_x);
     const Statistics<T> all = results(T());
     if (shape.is_one_part(parts)) {
-      colwise(context, shape.rows, shape.columns, ColumnMoments<X>{x, all});
+      if constexpr (kMatrixParts) {
+        colwise(context, shape.rows, shape.columns, ColumnMoments<X>{x, all});
+      } else {
+        colwise(context, shape.rows, shape.columns,
+                PivotMoments<X>{x, shape.rows, shape.columns, all});
+      }
       return;
     }
     T *means = data<T>(part_mean, "means"), *variances = data<T>(part_variance, "variances");

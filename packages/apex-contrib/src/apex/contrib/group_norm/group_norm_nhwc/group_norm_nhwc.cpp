@@ -2,6 +2,7 @@
 #include "group_norm_nhwc.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -26,12 +27,13 @@ struct Samples {
 Samples samples_of(const char* op, const Tensor& x, int64_t groups) {
   check_tensors(op, {{"x", x}});
   const int64_t dims = x.dim(), channels = dims > 1 ? x.size(1) : 0;
-  check(channels > 0, op, ": x must be [N, channels, *], with channels, got ", describe(x), ".");
+  check(channels > 0 && channels <= std::numeric_limits<int>::max(), op,
+        ": x must be [N, channels, *], with channels, below 2^31, got ", describe(x), ".");
   check(groups > 0 && channels % groups == 0, op, ": groups must divide the ", channels,
         " channels of x, got ", groups, ".");
   int64_t rows = x.size(0) == 0 ? 0 : 1;  // a size beside 0 may be any
   for (int64_t d = 2; d < dims; ++d) rows = product({rows, x.size(d)});
-  return {x.size(0), {groups, channels, rows}};
+  return {x.size(0), {groups, channels, rows, static_cast<int>(channels / groups)}};
 }
 
 // `otherwise` stands in the place of a tensor.
@@ -78,7 +80,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_of_any_layout,
   Tensor x = as_channels_last(x_of_any_layout), y = empty_channels_last(x);
   const ScalarType dtype = statistics_dtype(x);
   Tensor mean = empty(x, {o.count * groups}, dtype), rstd = empty(x, {o.count * groups}, dtype);
-  Tensor vectors = empty(x, {o.count, 3, o.groups.channels}, dtype);
   if (o.groups.rows == 0) {  // nothing to normalize: no statistics
     TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(mean.get()));
     TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(rstd.get()));
@@ -91,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_of_any_layout,
                         o.groups, data<S>(x, "x"),
                         parameter_of<T>(op, "weight", weight, x, o.groups, 1, zero_centered_gamma),
                         parameter_of<T>(op, "bias", bias, x, o.groups, 0), eps, data<S>(y, "y"),
-                        data<T>(mean, "mean"), data<T>(rstd, "rstd"), data<T>(vectors, "vectors")});
+                        data<T>(mean, "mean"), data<T>(rstd, "rstd")});
   });
   return {y, mean, rstd};
 }
@@ -117,20 +118,18 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   Tensor dx = empty_channels_last(x);
   const ScalarType stored = parameters_dtype(op, weight, bias, x);
   Tensor dweight = empty(x, {summed}, stored), dbias = empty(x, {summed}, stored);
-  Tensor vectors = empty(x, {o.count, 5, channels}, dtype);
-  Tensor parts = empty(x, {2, o.count, channels}, dtype);
+  Tensor parts = empty(x, {2, o.count, summed}, dtype);
   Context context(x);
   dispatch_silu(op, x, silu, [&]<class S, bool kSilu>() {
     using T = compute_t<S>;
-    T* dweights = data<T>(parts, "parts");
-    T* dbiases = dweights + o.count * channels;
+    T* dweights = weight_grads ? data<T>(parts, "parts") : nullptr;
+    T* dbiases = weight_grads ? dweights + o.count * channels : nullptr;
     colwise_rowwise(context, o.count, o.groups.rows, channels,
                     GroupNormBackward<S, kSilu>{
                         o.groups, data<S>(dy, "dy"), data<S>(x, "x"),
                         parameter_of<T>(op, "weight", weight, x, o.groups, 1, zero_centered_gamma),
                         parameter_of<T>(op, "bias", bias, x, o.groups, 0), data<T>(mean, "mean"),
-                        data<T>(rstd, "rstd"), data<S>(dx, "dx"), data<T>(vectors, "vectors"),
-                        dweights, dbiases});
+                        data<T>(rstd, "rstd"), data<S>(dx, "dx"), dweights, dbiases});
   });
   if (!weight_grads) return {dx, dweight, dbias};
   dispatch_floating(op, stored, [&]<class W>() {

@@ -17,6 +17,7 @@
 #include <cmath>
 
 #include "apex/core/storage.h"
+#include "apex/engine/colwise_rowwise.h"
 #include "apex/math/median.h"
 #include "apex/math/sigmoid.h"
 
@@ -45,17 +46,18 @@ struct Parameter {
 
 struct Groups {
   int64_t count, channels, rows;  // groups and channels of a sample; rows of each
-
-  APEX_HD int64_t width() const { return channels / count; }
+  int width;                      // channels of a group
   // Elements of one group.
-  APEX_HD double size() const { return static_cast<double>(width()) * static_cast<double>(rows); }
+  APEX_HD double size() const { return static_cast<double>(width) * static_cast<double>(rows); }
 };
 
 template <class X, bool kSilu>
 struct GroupNormForward {
+  using matrix_type = X;
   using value_type = compute_t<X>;
   using T = value_type;
   static constexpr int kSums = 2;  // of x - pivot and of its square
+  static constexpr int kVectors = 3, kBefore = 1;
   // Float32 rows gain nothing, nor do those of the backward, whose channels have five numbers.
   static constexpr int kRowsAtOnce = sizeof(X) == 2 ? 2 : 1;
 
@@ -63,82 +65,84 @@ struct GroupNormForward {
   const X* x;  // [samples, rows, channels]
   Parameter<T> weight, bias;
   double eps;
-  X* y;        // like x
-  T* mean;     // [samples, groups]
-  T* rstd;     // [samples, groups]
-  T* vectors;  // [samples, 3, channels]: pivot, scale and shift, p = (x - pivot) * scale + shift
+  X* y;                        // like x
+  T* mean;                     // [samples, groups]
+  T* rstd;                     // [samples, groups]
+  ColumnVectors<T> vectors{};  // pivot, scale and shift: p = (x - pivot) * scale + shift
+  const X* first = nullptr;    // of this sample
 
+  APEX_HD int64_t group_columns() const { return groups.width; }
   APEX_HD GroupNormForward of_sample(int64_t sample) const {
     GroupNormForward own = *this;
     own.mean += sample * groups.count;
     own.rstd += sample * groups.count;
-    own.vectors += sample * 3 * groups.channels;
+    own.first = x + sample * groups.rows * groups.channels;
     return own;
   }
 
   // A pivot near each channel's mean: E[x^2] - E[x]^2 loses every digit once the mean is 10^4
   // standard deviations. The median of three rows, of which one may lie in a border of zeros.
-  template <class G>
-  APEX_HD void before(G& group) const {
-    const int64_t channels = groups.channels;
-    const X* first = x + group.index() * groups.rows * channels;
-    group.each(0, channels, [=, rows = groups.rows, pivots = vectors](int64_t channel) {
-      auto at = [&](int64_t row) { return convert<T>(first[row * channels + channel]); };
-      pivots[channel] = median(at(rows / 4), at(rows / 2), at(rows - 1 - rows / 4));
-    });
+  APEX_HD Array<T, 1> before(int64_t channel) const {
+    const int64_t rows = groups.rows;
+    auto at = [&](int64_t row) { return convert<T>(first[row * groups.channels + channel]); };
+    return {median(at(rows / 4), at(rows / 2), at(rows - 1 - rows / 4))};
   }
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    const T* pivots = vectors;
     row.template accumulate<kSums>(
         [](Array<T, 2>& sums, T x, T pivot) {
           T d = x - pivot;
           sums[0] += d;
           sums[1] += d * d;
         },
-        row.in(x), row.shared(pivots));
+        row.in(x), row.shared(vectors[0]));
   }
 
-  template <class G, class Sums>
-  APEX_HD void between(G& group, const Sums& sums) const {
-    group.each(0, groups.count, [&, at = *this](int64_t index) {
-      const int64_t width = at.groups.width(), begin = index * width, end = begin + width;
-      const double rows = static_cast<double>(at.groups.rows), n = at.groups.size();
-      const double share = 1 / rows;
-      T *pivot = at.vectors, *scale = pivot + at.groups.channels,
-        *shift = scale + at.groups.channels;
-      double total = 0, squares = 0;
-      for (int64_t c = begin; c < end; ++c) total += pivot[c] + sums(c)[0] * share;
-      const double mu = total / static_cast<double>(width);
-      for (int64_t c = begin; c < end; ++c) {
-        const Array<double, 2> s = sums(c);
-        const double of_channel = s[0] * share, offset = pivot[c] + of_channel - mu;
-        squares += s[1] - s[0] * of_channel + rows * offset * offset;
-      }
-      // Rounding may leave less than nothing of equal numbers.
-      const double variance = squares < 0 ? 0 : squares / n;
-      const double r = 1 / std::sqrt(variance + at.eps);
-      at.mean[index] = static_cast<T>(mu);
-      at.rstd[index] = static_cast<T>(r);
-      for (int64_t c = begin; c < end; ++c) {
-        const double factor = r * at.weight(c);
-        scale[c] = static_cast<T>(factor);
-        shift[c] = static_cast<T>(at.bias(c) + (pivot[c] - mu) * factor);
-      }
+  // Mean and 1 / standard deviation.
+  template <class Team, class Matrix>
+  APEX_HD Array<double, 2> statistics(const Team& team, int64_t group, const Matrix& matrix) const {
+    const int64_t width = groups.width, begin = group * width, end = begin + width;
+    const double rows = static_cast<double>(groups.rows), share = 1 / rows;
+    const auto total = team.template sum<1>(begin, end, [&](int64_t c) {
+      return Array<double, 1>{matrix.before(c)[0] + matrix.sums(c)[0] * share};
     });
+    const double mu = total[0] / static_cast<double>(width);
+    const auto squares = team.template sum<1>(begin, end, [&](int64_t c) {
+      const Array<double, 2> s = matrix.sums(c);
+      const double of_channel = s[0] * share, offset = matrix.before(c)[0] + of_channel - mu;
+      return Array<double, 1>{s[1] - s[0] * of_channel + rows * offset * offset};
+    });
+    // Rounding may leave less than nothing of equal numbers.
+    const double variance = squares[0] < 0 ? 0 : squares[0] / groups.size();
+    return {mu, 1 / std::sqrt(variance + eps)};
+  }
+
+  template <class Team, class Matrix>
+  APEX_HD void keep(const Team& team, int64_t group, const Array<double, 2>& statistics,
+                    const Matrix&) const {
+    team.once([&] {
+      mean[group] = static_cast<T>(statistics[0]);
+      rstd[group] = static_cast<T>(statistics[1]);
+    });
+  }
+
+  APEX_HD Array<T, 2> after(int64_t channel, const Array<T, 1>& before,
+                            const Array<double, 2>& statistics) const {
+    const double factor = statistics[1] * weight(channel);
+    return {static_cast<T>(factor),
+            static_cast<T>(bias(channel) + (before[0] - statistics[0]) * factor)};
   }
 
   template <class R>
   APEX_HD void row(R& row) const {
-    const int64_t channels = row.columns();
-    const T *pivot = vectors, *scale = pivot + channels, *shift = scale + channels;
     row.each(
         [](T& y, T x, T pivot, T scale, T shift) {
           T p = (x - pivot) * scale + shift;
           y = kSilu ? silu(p) : p;
         },
-        row.out(y), row.in(x), row.shared(pivot), row.shared(scale), row.shared(shift));
+        row.out(y), row.in(x), row.shared(vectors[0]), row.shared(vectors[1]),
+        row.shared(vectors[2]));
   }
 };
 
@@ -151,10 +155,11 @@ APEX_HD T activation_gradient(T dy, T p) {
 
 template <class X, bool kSilu>
 struct GroupNormBackward {
+  using matrix_type = X;
   using value_type = compute_t<X>;
   using T = value_type;
   static constexpr int kSums = 2;  // of dp and of dp * (x - mean)
-  static constexpr int kVectors = 5;
+  static constexpr int kVectors = 5, kBefore = 3;
 
   Groups groups;
   const X* dy;  // [samples, rows, channels]
@@ -163,85 +168,88 @@ struct GroupNormBackward {
   const T* mean;  // [samples, groups]
   const T* rstd;  // [samples, groups]
   X* dx;          // like dy
-  // [samples, 5, channels]: mean, scale, bias, slope and shift. p = (x - mean) * scale + bias,
+  T* dweights;    // [samples, channels]: each sample's part of dweight, or null
+  T* dbiases;     // [samples, channels], or null
+  // mean, scale, bias, slope and shift: p = (x - mean) * scale + bias,
   // dx = dp * scale - (x - mean) * slope - shift
-  T* vectors;
-  T* dweights;  // [samples, channels]: each sample's part of dweight
-  T* dbiases;   // [samples, channels]
+  ColumnVectors<T> vectors{};
+
+  APEX_HD int64_t group_columns() const { return groups.width; }
 
   APEX_HD GroupNormBackward of_sample(int64_t sample) const {
     GroupNormBackward own = *this;
     own.mean += sample * groups.count;
     own.rstd += sample * groups.count;
-    own.vectors += sample * kVectors * groups.channels;
-    own.dweights += sample * groups.channels;
-    own.dbiases += sample * groups.channels;
+    if (dweights != nullptr) {
+      own.dweights += sample * groups.channels;
+      own.dbiases += sample * groups.channels;
+    }
     return own;
   }
 
-  template <class G>
-  APEX_HD void before(G& group) const {
-    group.each(0, groups.channels, [at = *this](int64_t c) {
-      const int64_t channels = at.groups.channels, index = c / at.groups.width();
-      at.vectors[c] = at.mean[index];
-      at.vectors[channels + c] = at.rstd[index] * at.weight(c);
-      at.vectors[2 * channels + c] = at.bias(c);
-    });
+  APEX_HD Array<T, 3> before(int64_t channel) const {
+    const int group = static_cast<int>(channel) / groups.width;
+    return {mean[group], rstd[group] * weight(channel), bias(channel)};
   }
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    const int64_t channels = row.columns();
-    const T *mu = vectors, *scale = mu + channels, *of_bias = scale + channels;
     row.template accumulate<kSums>(
         [](Array<T, 2>& sums, T dy, T x, T mu, T scale, T bias) {
           T d = x - mu, dp = activation_gradient<kSilu>(dy, d * scale + bias);
           sums[0] += dp;
           sums[1] += dp * d;
         },
-        row.in(dy), row.in(x), row.shared(mu), row.shared(scale), row.shared(of_bias));
+        row.in(dy), row.in(x), row.shared(vectors[0]), row.shared(vectors[1]),
+        row.shared(vectors[2]));
   }
 
-  template <class G, class Sums>
-  APEX_HD void between(G& group, const Sums& sums) const {
-    group.each(0, groups.count, [&, at = *this](int64_t index) {
-      const int64_t width = at.groups.width(), begin = index * width, end = begin + width;
-      const double r = at.rstd[index], n = at.groups.size();
-      double of_g = 0, of_g_xhat = 0;
-      for (int64_t c = begin; c < end; ++c) {
-        const Array<double, 2> s = sums(c);
-        const double w = at.weight(c);
-        of_g += w * s[0];
-        of_g_xhat += w * s[1] * r;
-        at.dbiases[c] = static_cast<T>(s[0]);
-        at.dweights[c] = static_cast<T>(s[1] * r);
-      }
-      T *slope = at.vectors + 3 * at.groups.channels, *shift = slope + at.groups.channels;
-      for (int64_t c = begin; c < end; ++c) {
-        slope[c] = static_cast<T>(of_g_xhat / n * r * r);
-        shift[c] = static_cast<T>(of_g / n * r);
-      }
+  // Slope and shift.
+  template <class Team, class Matrix>
+  APEX_HD Array<double, 2> statistics(const Team& team, int64_t group, const Matrix& matrix) const {
+    const int64_t width = groups.width, begin = group * width;
+    const double r = rstd[group], n = groups.size();
+    const auto total = team.template sum<2>(begin, begin + width, [&](int64_t c) {
+      const Array<double, 2> s = matrix.sums(c);
+      const double w = weight(c);
+      return Array<double, 2>{w * s[0], w * s[1] * r};
     });
+    return {total[1] / n * r * r, total[0] / n * r};
+  }
+
+  template <class Team, class Matrix>
+  APEX_HD void keep(const Team& team, int64_t group, const Array<double, 2>&,
+                    const Matrix& matrix) const {
+    if (dweights == nullptr) return;
+    const int64_t width = groups.width, begin = group * width;
+    const double r = rstd[group];
+    team.each(begin, begin + width, [&](int64_t c) {
+      const Array<double, 2> s = matrix.sums(c);
+      dbiases[c] = static_cast<T>(s[0]);
+      dweights[c] = static_cast<T>(s[1] * r);
+    });
+  }
+
+  APEX_HD Array<T, 2> after(int64_t, const Array<T, 3>&, const Array<double, 2>& statistics) const {
+    return {static_cast<T>(statistics[0]), static_cast<T>(statistics[1])};
   }
 
   template <class R>
   APEX_HD void row(R& row) const {
-    const int64_t channels = row.columns();
-    const T *mu = vectors, *scale = mu + channels, *of_bias = scale + channels,
-            *slope = of_bias + channels, *shift = slope + channels;
     row.each(
         [](T& dx, T dy, T x, T mu, T scale, T bias, T slope, T shift) {
           T d = x - mu, dp = activation_gradient<kSilu>(dy, d * scale + bias);
           dx = dp * scale - d * slope - shift;
         },
-        row.out(dx), row.in(dy), row.in(x), row.shared(mu), row.shared(scale), row.shared(of_bias),
-        row.shared(slope), row.shared(shift));
+        row.out(dx), row.in(dy), row.in(x), row.shared(vectors[0]), row.shared(vectors[1]),
+        row.shared(vectors[2]), row.shared(vectors[3]), row.shared(vectors[4]));
   }
 };
 
 // Adds up the samples' parts of the gradients.
 template <class T, class W>
 struct SumsOfSamples {
+  using matrix_type = T;
   using value_type = T;
   static constexpr int kSums = 2;
 

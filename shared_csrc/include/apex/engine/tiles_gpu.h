@@ -1,0 +1,300 @@
+// Rows of matrices in tiles, on a GPU: a thread has a pack of columns of many rows, in whose loop
+// all that several rows need is loaded before it is used.
+//
+// For programs that name the `matrix_type` of their operands: matrices [rows, columns] without
+// gaps, of which a row is like any other. Of a row they use in(), out(), shared() and accumulate()
+// or each().
+#pragma once
+
+#include "apex/core/gpu.h"
+#include "apex/engine/packs_gpu.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+template <class Program>
+concept TakesPacks = requires { typename Program::matrix_type; };
+// Whether column_sums() needs numbers of the columns: before(column) makes them, see
+// colwise_rowwise.h.
+template <class Program>
+concept HasBefore = requires { Program::kBefore; };
+
+template <class T, class Program>
+inline constexpr bool kMergesIn =
+    requires(const Program& program, Array<T, Program::kSums>& sums) { program.merge(sums, sums); };
+
+template <class Program, class T, int N>
+APEX_HD void merge_sums(const Program& program, Array<T, N>& total, const Array<T, N>& part) {
+  if constexpr (kMergesIn<T, Program>) {
+    program.merge(total, part);
+  } else {
+    for (int n = 0; n < N; ++n) total[n] += part[n];
+  }
+}
+
+template <class T, class S, int N>
+APEX_DEVICE Array<T, N> convert_sums(const Array<S, N>& sums) {
+  Array<T, N> result;
+  for (int n = 0; n < N; ++n) result[n] = static_cast<T>(sums[n]);
+  return result;
+}
+
+template <class View>
+inline constexpr bool is_fixed_v = false;
+template <class S>
+inline constexpr bool is_fixed_v<FixedView<S>> = true;
+
+// How many rows a thread loads before it uses the first.
+template <int N, class... Views>
+constexpr int rows_under_way() {
+  const int loads = (0 + ... + (is_fixed_v<Views> ? 0 : loads_of<N, Views>()));
+  int rows = kRowLoads;
+  while (rows > 1 && rows * loads > kRowLoads) rows /= 2;
+  return rows;
+}
+
+// What a thread has of a matrix: a pack of columns of every `step`-th row. Its passes are loops
+// over these rows, of which several are loaded before the first is used; vectors are loaded once.
+template <class T, int N>
+class ThreadRows {
+ public:
+  APEX_DEVICE ThreadRows(int64_t columns, int64_t column, int64_t begin, int64_t end, int step)
+      : columns_(columns), column_(column), begin_(begin), end_(end), step_(step) {}
+
+  APEX_DEVICE int64_t columns() const { return columns_; }
+  template <class S>
+  APEX_DEVICE ReadView<S> in(const S* matrix) const {
+    return {matrix};
+  }
+  template <class S>
+  APEX_DEVICE WriteView<S> out(S* matrix) const {
+    return {matrix};
+  }
+  template <class S>
+  APEX_DEVICE FixedView<S> shared(const S* vector) const {
+    return {{vector}};
+  }
+  template <class View>
+  APEX_DEVICE View ahead(const View& view) const {
+    return view;
+  }
+
+  template <class F, class... Views>
+  APEX_DEVICE void each(const F& functor, const Views&... views) const {
+    walk([] {}, [&](int, int, auto&... values) { functor(values...); }, [] {}, views...);
+  }
+
+  // Adds to sums of its columns; those of a turn first among themselves, for short chains.
+  template <class Program, int K, class F, class... Views>
+  APEX_DEVICE void add(const Program& program, Array<T, K> (&sums)[N], const F& functor,
+                       const Views&... views) const {
+    Array<T, K> turn[N];
+    walk([&] { clear(turn); },
+         [&](int, int lane, auto&... values) { functor(turn[lane], values...); },
+         [&] {
+#pragma unroll
+           for (int lane = 0; lane < N; ++lane) merge_sums(program, sums[lane], turn[lane]);
+         },
+         views...);
+  }
+
+ private:
+  template <int K>
+  APEX_DEVICE static void clear(Array<T, K> (&sums)[N]) {
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) sums[lane] = {};
+  }
+
+  template <class First, class Body, class Last, class... Views>
+  APEX_DEVICE void walk(const First& first, const Body& body, const Last& last,
+                        const Views&... views) const {
+    if (N == 1 || (view_aligned<N>(views) && ...)) {
+      walk_aligned<true>(first, body, last, views...);
+    } else {  // the same sums in the same order
+      walk_aligned<false>(first, body, last, views...);
+    }
+  }
+
+  template <bool kAligned, class First, class Body, class Last, class... Views>
+  APEX_DEVICE void walk_aligned(const First& first, const Body& body, const Last& last,
+                                const Views&... views) const {
+    constexpr int kUnderWay = rows_under_way<N, Views...>();
+    Operands<T, N, kUnderWay, std::index_sequence_for<Views...>, Views...> operands;
+    operands.load_fixed(kAligned, column_, views...);
+#pragma unroll 1
+    for (int64_t index = begin_; index < end_; index += kUnderWay * step_) {
+      const auto has = [&](int u) { return index + u * step_ < end_; };
+      const auto at = [&](const auto&, int u) { return (index + u * step_) * columns_ + column_; };
+      first();
+      operands.template load<kAligned>(has, at, views...);
+      operands.use(kAligned, 0, has, at, body, views...);
+      last();
+    }
+  }
+
+  int64_t columns_, column_, begin_, end_;
+  int step_;
+};
+
+// The same, while column_sums() adds up.
+template <class Program, int N>
+class ThreadSums : public ThreadRows<typename Program::value_type, N> {
+  using T = typename Program::value_type;
+  static constexpr int kSums = Program::kSums;
+
+ public:
+  Array<T, kSums> sums[N]{};
+
+  APEX_DEVICE ThreadSums(const Program& program, const ThreadRows<T, N>& rows)
+      : ThreadRows<T, N>(rows), program_(program) {
+    program.column_sums(*this);
+  }
+
+  template <int K, class F, class... Views>
+  APEX_DEVICE void accumulate(const F& functor, const Views&... views) {
+    static_assert(K == kSums, "accumulate<N> must use the program's kSums");
+    this->add(program_, sums, functor, views...);
+  }
+
+ private:
+  const Program& program_;
+};
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How matrices, each by itself, are divided among blocks: packs side by side, at most kTilePacks,
+// and as many rows of threads as there is room for. A matrix has fewer than 2^31 columns.
+struct TileShape {
+  int64_t rows, columns;  // of a matrix
+  int64_t rows_a_block;
+  int tiles, packs;  // side by side; packs of each but the last
+
+  TileShape(int64_t rows, int64_t columns, int pack) : rows(rows), columns(columns) {
+    const int64_t all = columns / pack, of_tile = divide_up(all, divide_up(all, kTilePacks));
+    packs = static_cast<int>(of_tile);
+    tiles = static_cast<int>(divide_up(all, of_tile));
+    const int64_t most = std::min<int64_t>(divide_up(kTileBlocks, tiles), 65535);
+    rows_a_block = std::max(kTileThreads / of_tile * kTileRows, divide_up(rows, most));
+  }
+
+  int64_t splits() const { return std::max<int64_t>(1, divide_up(rows, rows_a_block)); }
+  dim3 grid(int64_t matrices) const {
+    return dim3(static_cast<unsigned>(matrices * tiles), static_cast<unsigned>(splits()));
+  }
+};
+
+// The rows and columns of one matrix that a block has.
+template <class Program, int N>
+class ColumnTile {
+ protected:
+  using T = typename Program::value_type;
+  static constexpr int kMost = kTilePacks * N, kSums = Program::kSums;
+
+ public:
+  APEX_DEVICE explicit ColumnTile(const TileShape& shape) : shape_(shape) {
+    const unsigned tiles = static_cast<unsigned>(shape.tiles), tile = blockIdx.x % tiles;
+    matrix_ = blockIdx.x / tiles;
+    first_ = static_cast<int>(tile) * shape.packs * N;
+    packs_ = min(shape.packs, static_cast<int>(shape.columns - first_) / N);
+    height_ = kTileThreads / packs_;
+  }
+
+  APEX_DEVICE int64_t matrix() const { return matrix_; }
+
+  // Those of a thread, of the whole batch.
+  APEX_DEVICE ThreadRows<T, N> rows() const {
+    const int64_t begin = shape_.rows_a_block * blockIdx.y, first = matrix_ * shape_.rows;
+    int64_t end = begin + shape_.rows_a_block;
+    end = own_row() >= height_ ? begin : end < shape_.rows ? end : shape_.rows;
+    const int64_t column = first_ + static_cast<int>(threadIdx.x) % packs_ * N;
+    return {shape_.columns, column, first + begin + own_row(), first + end, height_};
+  }
+
+  // The program with what its column_sums() needs of this block's columns; by all threads.
+  APEX_DEVICE Program with_before(const Program& program) const {
+    for (int i = threadIdx.x; i < packs_ * N; i += kTileThreads) {
+      put(0, i, program.before(first_ + i));
+    }
+    __syncthreads();
+    return with_vectors(program);
+  }
+
+  // Merges what the block's threads have of a column, in pairs; f(column, sums) for each. In
+  // double, for roundings of the largest numbers would cost more than those before.
+  template <class F>
+  APEX_DEVICE void merge(const Program& program, const Array<T, kSums> (&sums)[N],
+                         const F& f) const {
+    static_assert(kMergesIn<T, Program> == kMergesIn<double, Program>,
+                  "merge() must take double, too");
+    APEX_SHARED(double, shared, [kSums * N * kTileThreads / 2]);
+    const int row = own_row(), thread = threadIdx.x;
+    Array<double, kSums> own[N];
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) own[lane] = convert_sums<double>(sums[lane]);
+    for (int count = height_; count > 1;) {
+      const int half = (count + 1) / 2;
+      if (row >= half && row < count) {
+        for_numbers([&](int i, int lane, int n) {
+          shared[i * kTileThreads / 2 + thread - half * packs_] = own[lane][n];
+        });
+      }
+      __syncthreads();
+      if (row < count - half) {
+        Array<double, kSums> other[N];
+        for_numbers([&](int i, int lane, int n) {
+          other[lane][n] = shared[i * kTileThreads / 2 + thread];
+        });
+#pragma unroll
+        for (int lane = 0; lane < N; ++lane) merge_sums(program, own[lane], other[lane]);
+      }
+      __syncthreads();
+      count = half;
+    }
+    if (row == 0) {
+      for_numbers([&](int, int lane, int n) {
+        shared[n * kMost + thread % packs_ * N + lane] = own[lane][n];
+      });
+    }
+    __syncthreads();
+    for (int i = thread; i < packs_ * N; i += kTileThreads) {
+      Array<double, kSums> total;
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) total[n] = shared[n * kMost + i];
+      f(first_ + i, total);
+    }
+  }
+
+ protected:
+  APEX_DEVICE int own_row() const { return static_cast<int>(threadIdx.x) / packs_; }
+
+  APEX_DEVICE static T* shared_vectors() {
+    struct alignas(16) Vectors {
+      T numbers[Program::kVectors * kMost];
+    };
+    APEX_SHARED(Vectors, vectors);
+    return vectors.numbers;
+  }
+  template <int K>
+  APEX_DEVICE static void put(int vector, int column, const Array<T, K>& numbers) {
+    T* vectors = shared_vectors();
+#pragma unroll
+    for (int k = 0; k < K; ++k) vectors[(vector + k) * kMost + column] = numbers[k];
+  }
+  APEX_DEVICE Program with_vectors(Program program) const {
+    program.vectors = {shared_vectors() - first_, kMost};
+    return program;
+  }
+
+  template <class F>
+  APEX_DEVICE static void for_numbers(const F& f) {
+#pragma unroll
+    for (int i = 0; i < kSums * N; ++i) f(i, i / kSums, i % kSums);
+  }
+
+  const TileShape& shape_;
+  int64_t matrix_;
+  int first_, packs_, height_;  // its first column; packs and rows of threads side by side
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex

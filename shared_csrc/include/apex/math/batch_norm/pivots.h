@@ -1,0 +1,63 @@
+// Moments of columns in one pass, without a division for each element.
+//
+//   d = x - pivot,  mean = pivot + mean(d),  var = mean(d^2) - mean(d)^2
+//
+// E[d^2] - E[d]^2 keeps its digits, because the pivot is near the mean: the median of three rows.
+#pragma once
+
+#include "apex/math/batch_norm/statistics.h"
+#include "apex/math/median.h"
+
+namespace apex {
+inline namespace APEX_BACKEND_NS {
+
+template <class X>
+struct PivotMoments {
+  using matrix_type = X;
+  using value_type = compute_t<X>;
+  using T = value_type;
+  static constexpr int kSums = 2, kRowsAtOnce = 4, kVectors = 1, kBefore = 1;
+
+  const X* x;  // [rows, columns]
+  int64_t rows, columns;
+  Statistics<T> results;  // of a part: mean - pivot, as the mean itself would lose digits
+  bool is_part = false;
+  ColumnVectors<T> vectors{};  // pivots: set by a GPU's engine, by the caller for a CPU
+
+  APEX_HD Array<T, 1> before(int64_t column) const {
+    if (rows == 0) return {T(0)};
+    auto at = [&](int64_t row) { return convert<T>(x[row * columns + column]); };
+    return {median(at(rows / 4), at(rows / 2), at(rows - 1 - rows / 4))};
+  }
+
+  template <class R>
+  APEX_HD void column_sums(R& row) const {
+    row.template accumulate<kSums>(
+        [](Array<T, 2>& sums, T x, T pivot) {
+          T d = x - pivot;
+          sums[0] += d;
+          sums[1] += d * d;
+        },
+        row.in(x), row.shared(vectors[0]));
+  }
+  template <class U>  // T, or double
+  APEX_HD void finish(int64_t column, const Array<U, 2>& sums) const {
+    const double n = static_cast<double>(rows), share = n > 0 ? 1 / n : 0, shift = sums[0] * share;
+    const double var = sums[1] * share - shift * shift;
+    const double m2 = var < 0 ? 0 : var * n;  // NaN stays
+    const double pivot = is_part || rows == 0 ? 0 : pivot_of(column);
+    results.store(column, Moments<double>{{n, pivot + shift, m2}});
+  }
+
+ private:
+  APEX_HD T pivot_of(int64_t column) const {
+#if defined(APEX_GPU)
+    return before(column)[0];
+#else
+    return vectors[0][column];
+#endif
+  }
+};
+
+}  // namespace APEX_BACKEND_NS
+}  // namespace apex
