@@ -115,9 +115,9 @@ class KeptGradients:
 class Holder:
     """Holds lists from the second step with the same tensors on, if that is faster."""
 
-    def __init__(self, ops: HeldOps, params: list[Tensor]) -> None:
+    def __init__(self, ops: HeldOps) -> None:
         self._ops = ops
-        self.may_hold = is_worth_holding(params)
+        self._may_hold = True
         self._states: tuple[list[Tensor], ...] | None = None  # the last step's
         self._held: HeldLists | None = None  # params and _states
         self._gradients = KeptGradients(ops)
@@ -137,7 +137,7 @@ class Holder:
             states: the other lists; the same tuple while nobody has replaced a state.
             grads: of this step.
         """
-        if not self.may_hold:
+        if not self._may_hold:
             return None
         if self._states is not states:
             self._states, self._held = states, None
@@ -147,7 +147,7 @@ class Holder:
             return None
         if self._held is None:
             if not can_hold(params, states):
-                self.may_hold, self._states = False, None
+                self._may_hold, self._states = False, None
                 return None
             lists = [params, *states]
             lists.insert(self._ops.grads_index, [])

@@ -27,29 +27,16 @@ class StateOrder:
 
     def update(self, state: dict[Any, Any]) -> bool:
         """Remember the order; return whether it is the remembered one."""
-        if are_same(state, self._keys):
+        if len(state) == len(self._keys) and all(map(operator.is_, state, self._keys)):
             return True
         self._keys = list(state)
         self._positions = dict(zip(map(id, self._keys), itertools.count()))
         return False
 
-    def entries(self, params: Sequence[Tensor]) -> Entries:
-        """Where the entries of these parameters are, until :meth:`update` returns False."""
-        return Entries([self._positions.get(id(p), -1) for p in params], len(self._keys))
+    def positions(self, params: Sequence[Tensor]) -> list[int] | None:
+        """Where the entries of these parameters are, until :meth:`update` returns False.
 
-
-class Entries:
-    """Where the entries of some parameters are in a state."""
-
-    def __init__(self, positions: list[int], total: int) -> None:
-        self._positions = None if positions == list(range(total)) else positions
-
-    def of(self, values: list[Any]) -> list[Any]:
-        """Those entries.
-
-        Args:
-            values: all of the state, and behind them None for parameters that have no entry.
+        None: they are all there are, in this order. -1: there is none.
         """
-        if self._positions is None:
-            return values[:-1]
-        return [values[position] for position in self._positions]
+        positions = [self._positions.get(id(p), -1) for p in params]
+        return None if positions == list(range(len(self._keys))) else positions
