@@ -114,7 +114,7 @@ class FusedAdam(CompactStates):
         >>> optimizer.step()
     """
 
-    layout = StateLayout("FusedAdam", (*MOMENTS, LARGEST), has_masters=True, switch="amsgrad")
+    layout = StateLayout("FusedAdam", (*MOMENTS, LARGEST), has_masters=True)
     kept_attributes = (
         "adam_w_mode",
         "exp_avg_dtype",
@@ -128,6 +128,7 @@ class FusedAdam(CompactStates):
     )
     bucket_class = AdamBucket
     kernels = "fused_adam"
+    switch = "amsgrad"
     grad_norm: Tensor | None = None  # float64 [1]; see step
     skips: Tensor | None = None  # float32 [1], during a step: not 0 where nothing is changed
     _limits: NormLimits | None = None  # during a step, as the next

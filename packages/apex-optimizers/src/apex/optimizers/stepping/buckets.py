@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from .gradients import check_gradients, forms_of, match_layouts, write_back
-from .held_lists import HeldOps, Holder, is_worth_holding
+from .held_lists import HeldOps, Holder, are_same, is_worth_holding
 from .masters import MasterMarks
 from .real_views import is_lazy, real_gradients, real_views
 from .sharding import is_sharded, local_tensors
-from .state_order import are_same
 
 MASTER = "master_param"
 
@@ -44,7 +43,6 @@ class StateLayout:
     any_grad_dtype: bool = False  # whether gradients may differ in dtype from their parameter
     counts_steps: bool = True  # whether states hold "step"
     has_copies: bool = False  # whether 16-bit copies of float32 masters are written, too
-    switch: str | None = None  # option of a group without which it lacks the last of the moments
 
 
 _STATE_DTYPES = {

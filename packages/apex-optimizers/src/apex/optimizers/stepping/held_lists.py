@@ -6,9 +6,10 @@ Converting a list of tensors costs about 350 ns per tensor and step: more than u
 from __future__ import annotations
 
 import gc
+import operator
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._ops import library
-from .state_order import are_same
 
 MIN_TENSORS = 32  # per list; of fewer, less than 10 us a step could be saved
 MAX_MEAN_ELEMENTS = 4096  # of larger tensors less than a tenth of the time could be saved
@@ -27,6 +27,11 @@ _NOT_TRACEABLE = (
     "meaning for meta or fake tensors. Use {}, whose schema names all that it changes."
 )
 _LIST = re.compile(r"Tensor(\(\w!\))?\[\] ")
+
+
+def are_same(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether both consist of the very same objects, in one order."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 class HeldOps:

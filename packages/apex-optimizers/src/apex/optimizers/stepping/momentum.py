@@ -18,12 +18,7 @@ BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
 def momentum_layout(optimizer: str) -> StateLayout:
     """A buffer per parameter and no counts, which is what torch.optim.SGD keeps."""
     return StateLayout(
-        optimizer,
-        (BUFFER,),
-        counts_group_steps=False,
-        counts_steps=False,
-        has_copies=True,
-        switch="momentum",
+        optimizer, (BUFFER,), counts_group_steps=False, counts_steps=False, has_copies=True
     )
 
 
@@ -37,6 +32,7 @@ class MomentumOptimizer(FusedOptimizer):
         "most_recent_scale",
         "scale_set_by_backward",
     )
+    switch = "momentum"
     replayable: ClassVar[bool] = True
     reads_device_lr: ClassVar[bool] = True
 

@@ -40,6 +40,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
+    # A group's option without which its states lack the last of the layout's moments.
+    switch: ClassVar[str | None] = None
 
     set_grad_none = True
     capturable = False  # whether lr and step are on the device
@@ -81,8 +83,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The moments that the parameters of a group have."""
-        moments, switch = self.layout.moments, self.layout.switch
-        return moments if switch is None or group.get(switch) else moments[:-1]
+        moments = self.layout.moments
+        return moments if self.switch is None or group.get(self.switch) else moments[:-1]
 
     def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
         """Dtype in which a moment of a parameter is kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -13,7 +14,6 @@ from .buckets import MASTER, Bucket, Members
 from .gradients import check_dense, check_gradients, check_states
 from .rounding import check_rounded
 from .sharding import placement_of
-from .state_order import StateOrder
 
 _shape_of = operator.attrgetter("shape")
 
@@ -45,6 +45,7 @@ class BucketCache:
         if len(self._groups) != len(groups):
             missing = len(groups) - len(self._groups)
             self._groups = self._groups[: len(groups)] + [None] * missing
+            self.buckets = [b for group in self._groups if group for b in group.buckets]
         values, new = [*state.values(), None], []
         for index, (cached, group) in enumerate(zip(self._groups, groups, strict=True)):
             if cached is None or not cached.take(optimizer, group, values):
@@ -122,6 +123,33 @@ class BucketCache:
         self._marks = {}
 
 
+class StateOrder:
+    """The order of an optimizer's state, by which entries are found without hashing tensors.
+
+    No entry is kept alive: removing it from the state, or clearing the state, frees its memory.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Any] = []
+        self._positions: dict[int, int] = {}  # by id of the key
+
+    def update(self, state: dict[Any, Any]) -> bool:
+        """Remember the order; return whether it is the remembered one."""
+        if len(state) == len(self._keys) and all(map(operator.is_, state, self._keys)):
+            return True
+        self._keys = list(state)
+        self._positions = {id(key): position for position, key in enumerate(self._keys)}
+        return False
+
+    def positions(self, params: Sequence[Tensor]) -> list[int] | None:
+        """Where the entries of these parameters are, until :meth:`update` returns False.
+
+        None: they are all there are, in this order. -1: there is none.
+        """
+        positions = [self._positions.get(id(p), -1) for p in params]
+        return None if positions == list(range(len(self._keys))) else positions
+
+
 class _Wanted:
     """What a group is in this step."""
 
@@ -182,7 +210,7 @@ class _GroupBuckets:
     def __init__(self, optimizer: Any, wanted: _Wanted) -> None:
         self._group, self._keys, self._missing = wanted.group, wanted.keys, wanted.missing
         self._lists = tuple(map(list, wanted.lists))
-        self._switch = optimizer.layout.switch
+        self._switch = optimizer.switch
         self._is_switched = bool(wanted.group.get(self._switch))
         self._grad_of = operator.attrgetter(optimizer.layout.grad_name)
         self._watches_dtypes = optimizer.keeps_masters
