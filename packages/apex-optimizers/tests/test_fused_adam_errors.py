@@ -95,3 +95,16 @@ def test_backward_through_values_of_before_the_step_is_refused(count, capturable
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("betas", [(0.9, "x"), (0.9, None), (0.9,), [0.9, "x"], (0.9, 0.9, 0.9)])
+def test_betas_of_a_group_that_are_no_pair_of_numbers(betas, device):
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    param.grad = torch.ones_like(param)
+    optimizer = FusedAdam([param], lr=0.1)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.param_groups[0]["betas"] = betas
+    with pytest.raises((TypeError, ValueError), match="betas of a group must be"):
+        optimizer.step()
+    assert torch.equal(param, before)

@@ -122,3 +122,12 @@ def test_a_master_that_somebody_sets_wins_over_an_unchanged_parameter(device):
     optimizer.set_scaled_state(params[0], "master_param", torch.full((33,), 7.0, device=device))
     step(optimizer, params, 0.0)
     assert (params[0] - 7.0).abs().max() < 0.1
+
+
+def test_a_master_that_is_put_into_a_state_is_used(device):
+    params, optimizer = started(partial(FusedAdam, lr=1e-4), device, count=1)
+    master = optimizer.state[params[0]]["master_param"] = params[0].detach().float()
+    before = params[0].detach().clone(), master.clone()
+    step(optimizer, params, 1.0)
+    assert not torch.equal(master, before[1])
+    assert torch.equal(params[0], master.bfloat16())

@@ -227,6 +227,29 @@ def test_parameters_of_a_group_that_was_taken_out_are_freed(make, device):
 
 
 @all_optimizers
+def test_a_group_that_was_taken_out_stays_as_it_was(make, device):
+    params = params_of(device)
+    optimizer = make([{"params": [p]} for p in params])
+    steps(optimizer, params, 2)
+    optimizer.param_groups.pop()  # its states stay
+    before = params[-1].detach().clone(), params[0].detach().clone()
+    steps(optimizer, params)
+    assert torch.equal(params[-1], before[0])
+    assert not torch.equal(params[0], before[1])
+
+
+def test_a_group_in_the_place_of_another_is_used(device):
+    params = params_of(device)
+    optimizer = FusedAdam(params, lr=0.1)
+    steps(optimizer, params, 2)
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.0}
+    before = [p.detach().clone() for p in params]
+    steps(optimizer, params)
+    assert all(map(torch.equal, params, before))
+    assert optimizer.param_groups[0]["step"] == 3
+
+
+@all_optimizers
 def test_a_refused_gradient_starts_no_state_of_another_group(make, device):
     params = params_of(device)
     optimizer = make([{"params": [p]} for p in params])

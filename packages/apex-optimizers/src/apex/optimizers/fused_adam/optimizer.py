@@ -128,9 +128,11 @@ class FusedAdam(CompactStates):
     )
     bucket_class = AdamBucket
     kernels = "fused_adam"
+    switch = "amsgrad"
     grad_norm: Tensor | None = None  # float64 [1]; see step
     skips: Tensor | None = None  # float32 [1], during a step: not 0 where nothing is changed
-    _limits: NormLimits | None = None
+    _limits: NormLimits | None = None  # during a step, as the next
+    _clip: Tensor | None = None  # float64 [1]: gradients times it are used
 
     def __init__(
         self,
@@ -201,10 +203,8 @@ class FusedAdam(CompactStates):
         self.check_amsgrad("FusedAdam", group)
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        if not group.get("amsgrad"):
-            return MOMENTS
         self.check_amsgrad("FusedAdam.step", group)  # it may have been set since
-        return self.layout.moments
+        return super().state_keys(group)
 
     def check_saved_group(self, saved: dict[str, Any]) -> None:
         self.check_amsgrad("FusedAdam.load_state_dict", saved)
@@ -217,7 +217,6 @@ class FusedAdam(CompactStates):
                 f": give FusedAdam adam_w_mode={decoupled}."
             )
 
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -254,10 +253,13 @@ class FusedAdam(CompactStates):
                 is being captured without ``capturable``, or a step of parameters on a GPU is to be
                 skipped without ``capturable``; nothing is changed then.
         """
-        check_legacy(legacy, named_legacy)
-        limits = NormLimits.of("FusedAdam", max_norm, skip_nonfinite, skip_above)
-        if limits is not None and limits.may_skip:
-            self._check_may_skip()
+        if legacy or named_legacy:
+            check_legacy(legacy, named_legacy)
+        limits = None
+        if max_norm is not None or skip_nonfinite or skip_above is not None:
+            limits = NormLimits.of("FusedAdam", max_norm, skip_nonfinite, skip_above)
+            if limits.may_skip:
+                self._check_may_skip()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -266,7 +268,7 @@ class FusedAdam(CompactStates):
         try:
             self.update_params()
         finally:
-            self._limits = self.skips = None
+            self._limits = self._clip = self.skips = None
         return loss
 
     def _check_may_skip(self) -> None:
@@ -279,49 +281,50 @@ class FusedAdam(CompactStates):
             )
 
     def step_buckets(self, buckets: list[AdamBucket]) -> None:
-        limits, clip = self._limits, None
-        if limits is not None and buckets:
-            norm = self.grad_norm = self._norm(buckets)
-            clip = limits.clip(norm)
-            if limits.may_skip and self.capturable:
-                self.skips = limits.skips(norm)
-            elif limits.may_skip and limits.skips(norm):
-                return
-        for bucket in buckets:
-            bucket.clip = None if clip is None else clip.to(bucket.params[0].device)
-        super().step_buckets(buckets)
+        if self._limits is None or not buckets or self._may_step(buckets, self._limits):
+            super().step_buckets(buckets)
 
-    def _norm(self, buckets: list[AdamBucket]) -> Tensor:
+    def _may_step(self, buckets: list[AdamBucket], limits: NormLimits) -> bool:
+        """Take the norm, and what it decides; return whether there is a step."""
         norm, inv_scale = norm_of_gradients(buckets, wide=True), Scaling.of(self).inv_scale
-        return norm if inv_scale is None else norm * inv_scale.to(norm.device, norm.dtype)
+        if inv_scale is not None:
+            norm = norm * inv_scale.to(norm.device, norm.dtype)
+        self.grad_norm, self._clip = norm, limits.clip(norm)
+        if not limits.may_skip:
+            return True
+        skips = limits.skips(norm)
+        if self.capturable:
+            self.skips = skips
+            return True
+        return not skips
 
     def step_bucket(self, bucket: AdamBucket) -> None:
+        group, clip = bucket.group, self._clip
+        if clip is not None:
+            clip = clip.to(bucket.params[0].device)
+        key = rounding_key(self, bucket) if self.stochastic_rounding else None
         if self.capturable:
-            self._step_capturable(bucket)
-        else:
-            self._step_eager(bucket)
-
-    def _step_eager(self, bucket: AdamBucket) -> None:
-        group, key = bucket.group, rounding_key(self, bucket)
-        numbers = self.numbers_of(bucket)
+            self._step_capturable(bucket, clip, key)
+            return
+        step = int(bucket.step_tensor) + 1
         hyper = (
-            numbers.lr,
+            float(group["lr"]),
             *group["betas"],
             group["eps"],
             group["weight_decay"],
-            numbers.step,
+            step,
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
         )
-        if bucket.is_compact:
+        if bucket.may_be_compact and bucket.is_compact():
             gradient_scale = -1.0 if group["maximize"] else 1.0
-            bucket.clip_copies()
+            bucket.clip_copies(clip)
             bucket.run(compact_step, bucket.scales, *hyper, gradient_scale)
         else:
-            bucket.run(adam_step, *hyper, bool(group["maximize"]), bucket.clip, key)
-        numbers.count(bucket)
+            bucket.run(adam_step, *hyper, bool(group["maximize"]), clip, key)
+        bucket.step_tensor.fill_(step)
 
-    def _step_capturable(self, bucket: AdamBucket) -> None:
+    def _step_capturable(self, bucket: AdamBucket, clip: Tensor | None, key: int | None) -> None:
         group, numbers = bucket.group, self.numbers_of(bucket)
         bucket.run(
             adam_step_capturable,
@@ -335,7 +338,7 @@ class FusedAdam(CompactStates):
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
             bool(group["maximize"]),
-            bucket.clip,
-            rounding_key(self, bucket),
+            clip,
+            key,
         )
         numbers.count(bucket)

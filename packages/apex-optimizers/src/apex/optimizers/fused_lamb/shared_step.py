@@ -63,7 +63,7 @@ class LambOptimizer(FusedOptimizer):
             None,
             numbers.inv_scale,
             numbers.found_inf,
-            rounding_key(self, bucket),
+            rounding_key(self, bucket) if self.stochastic_rounding else None,
         )
         numbers.count(bucket)
 

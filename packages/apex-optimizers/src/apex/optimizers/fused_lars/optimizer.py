@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.buckets import state_dtype
+from ..stepping.buckets import Bucket, state_dtype
 from ..stepping.checks import check_not_negative
-from ..stepping.momentum import MomentumBucket, MomentumOptimizer, momentum_layout
+from ..stepping.momentum import MomentumOptimizer, momentum_layout
 from ..stepping.sharding import norms_of
 from .ops import lars_step
 
@@ -131,7 +131,7 @@ class FusedLARS(MomentumOptimizer):
         """float32 for 16-bit parameters, because values in the buffer are too small for float16."""
         return state_dtype(param)
 
-    def step_bucket(self, bucket: MomentumBucket) -> None:
+    def step_bucket(self, bucket: Bucket) -> None:
         group, numbers = bucket.group, self.numbers_of(bucket)
         whole = bucket.params[0] if bucket.is_sharded else None
 
@@ -150,7 +150,7 @@ class FusedLARS(MomentumOptimizer):
             group["momentum"],
             group["weight_decay"],
             bool(group["nesterov"]),
-            bucket.is_first_run,
+            numbers.step == 1,
             self.gradient_scale(group),
             None,
         )

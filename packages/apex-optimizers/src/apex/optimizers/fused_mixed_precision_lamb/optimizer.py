@@ -167,7 +167,6 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         for group in self.param_groups:
             own_numbers(group)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *arguments: Any, **named: Any) -> Any:
         """Take one step.
 

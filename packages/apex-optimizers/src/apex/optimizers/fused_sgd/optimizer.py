@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
+from ..stepping.buckets import Bucket
 from ..stepping.held_lists import HeldOps
-from ..stepping.momentum import MomentumBucket, MomentumOptimizer, momentum_layout
+from ..stepping.momentum import MomentumOptimizer, momentum_layout
 from ..stepping.rounding import SEED, rounding_key
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)
 
 
-class SgdBucket(MomentumBucket):
+class SgdBucket(Bucket):
     """A bucket that hands its lists over once, where that pays."""
 
     held_ops = SGD_HELD
@@ -143,14 +144,10 @@ class FusedSGD(MomentumOptimizer):
             group["weight_decay"],
             bool(group["nesterov"]),
             bool(self.wd_after_momentum),
-            bucket.is_first_run,
+            numbers.step == 1,
             self.gradient_scale(group),
             None,
-            rounding_key(self, bucket),
+            rounding_key(self, bucket) if self.stochastic_rounding else None,
             group.get("step", 0) + 1 if self.stochastic_rounding else 0,
         )
         numbers.count(bucket)
-
-    def _advance_groups(self, buckets: list[SgdBucket]) -> None:
-        for group in self.param_groups:  # buckets only know whether a step is their first
-            group["step"] = group.get("step", 0) + 1

@@ -6,20 +6,18 @@ import dataclasses
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._shared.native.writes import below_autograd
 from .gradients import check_gradients, forms_of, match_layouts, write_back
-from .held_lists import HeldOps, Holder
+from .held_lists import HeldOps, Holder, are_same, is_worth_holding
 from .masters import MasterMarks
 from .real_views import is_lazy, real_gradients, real_views
 from .sharding import is_sharded, local_tensors
-from .state_order import are_same
 
 MASTER = "master_param"
 
@@ -58,10 +56,6 @@ def state_dtype(param: Tensor) -> torch.dtype | None:
     return _STATE_DTYPES.get(param.dtype)
 
 
-class Outdated(RuntimeError):
-    """Parameters or states were changed since their bucket was made: it is to be made anew."""
-
-
 def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
     """``call(*args)``, which hands the lists of these buckets to operators; again after a repair.
 
@@ -72,7 +66,6 @@ def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
     Where an operator had no reason to refuse them, nothing is called again: it may have written.
 
     Raises:
-        Outdated: parameters or states are not those for which a bucket was made.
         RuntimeError: a gradient cannot be used; or what ``call`` raised.
     """
     try:
@@ -120,26 +113,36 @@ class Bucket:
         self.keys = keys  # of the moments in states; the others are not used in this group
         self.params, self.sources, self.copies, self.states = members
         self._written = self.params + self.copies
-        self.count = count  # steps that parameters had taken when the bucket was made
+        self.count = count  # steps that parameters have taken, where their states hold none
         self.grads: list[Tensor] = []
         # The same, or shards of them, real views, or copies in the parameters' layout.
         self.used: list[Tensor] = []
         self._given: list[Tensor] | None = None  # what was used before layouts were matched
-        self._is_new = True  # whether it was made in this step
+        self.is_new = True  # whether it was made in this step
         self.lists: _Lists = ()  # one per moment, then that of masters or copies
         self.has_run = False  # whether this step has changed anything
         self.step_tensor: Tensor | None = self.states[0]["step"] if layout.counts_steps else None
         self.dtype = self.params[0].dtype  # of all of them
         self.is_sharded = is_sharded(self.params[0])
         self.is_complex = self.dtype.is_complex
+        self._is_plain = not (self.is_sharded or self.is_complex)
+        self.has_masters = layout.has_masters and MASTER in self.states[0]
         self.marks = MasterMarks()
-        may_hold = self.held_ops and not self.is_complex
-        self._holder = Holder(self.held_ops, self.params) if may_hold else None
-        self._kept: _Lists | None = None  # lists of the last step, if they may be held
+        may_hold = self.held_ops and not self.is_complex and is_worth_holding(self.params)
+        self._holder = Holder(self.held_ops) if may_hold else None
+        self._kept: _Lists = ()  # lists of the last step, if they may be held
+        # How each of the lists is read from a state; None of those that are empty.
+        self._readers = [operator.itemgetter(k) if k in keys else None for k in layout.moments]
+        if layout.has_masters:
+            self._readers.append(operator.itemgetter(MASTER) if self.has_masters else None)
+        # What states share, by which it is known that nobody replaced it.
+        self._shared: list[tuple[Callable[[Any], Any], Iterable[Any]]] = []
+        if layout.counts_steps:
+            self._shared.append((_step_of, repeat(self.step_tensor)))
         self._memory: list[Any] = []
         self._source_forms: list[Any] = []
-        self._state_addresses: list[list[int]] = []
-        self._known_states: list[list[weakref.ref[Tensor]]] = []
+        self._state_addresses: list[int] = []
+        self._known_states: list[weakref.ref[Tensor]] = []
         self._state_dtypes: list[torch.dtype | None] = []
         self._grad_dtypes: set[torch.dtype] = set()
 
@@ -148,33 +151,33 @@ class Bucket:
 
         They are not where somebody took out moments, or replaced what these states share.
         """
-        self.grads, self.states, self.has_run = grads, states, False
-        self.used, self._given, self._is_new = self._usable(grads), None, False
+        self.grads, self.states = grads, states
+        self.used = grads if self._is_plain else self._usable(grads)
+        self._given, self.is_new = None, False
+        lists: list[list[Tensor]] = []
         try:
-            self.lists = self.read_lists()
-            return self.has_own_states()
-        except (KeyError, TypeError):  # a moment is gone, or no tensor
+            for read in self._readers:
+                lists.append([] if read is None else list(map(read, states)))
+            for read, shared in self._shared:
+                if not all(map(operator.is_, map(read, states), shared)):
+                    return False
+            if self.layout.has_masters and self.has_masters != (MASTER in states[0]):
+                return False
+        except (KeyError, TypeError):  # an entry is gone
             return False
+        types = map(type, chain.from_iterable(lists))
+        if not _PLAIN.issuperset(types) and not _are_tensors(lists):
+            return False  # None, say, is torch's word for a buffer that is missing
+        if self.layout.has_copies:
+            lists.append(self.copies)
+        self.lists = tuple(lists) if self._holder is None else self._kept_lists(tuple(lists))
+        return True
 
-    def drop(self) -> None:
-        """Hold no gradient and no state any longer."""
-        self.grads, self.used, self.states, self.lists = [], [], [], ()
-
-    def has_own_states(self) -> bool:
-        """Whether nobody has replaced what these states share."""
-        shared = self.step_tensor
-        return shared is None or all(map(operator.is_, map(_step_of, self.states), repeat(shared)))
-
-    @property
-    def step_number(self) -> int:
-        return int(self.step_tensor)
-
-    def set_step(self, step: int) -> None:
-        self.step_tensor.fill_(step)
-
-    @property
-    def has_masters(self) -> bool:
-        return self.layout.has_masters and MASTER in self.states[0]
+    def _kept_lists(self, lists: _Lists) -> _Lists:
+        """The lists of the last step, by which held ones are known, if these are the same."""
+        if not (self._kept and all(map(are_same, self._kept, lists))):
+            self._kept = lists
+        return self._kept
 
     def check_new_gradients(self) -> None:
         """Raise if a gradient cannot be used; the parameters are as remembered."""
@@ -183,12 +186,13 @@ class Bucket:
 
     def remember(self) -> None:
         """Note what was made and checked now, for :meth:`is_as_remembered`."""
-        self._is_new = True
+        self.is_new = True
         self._memory = _memory_of(self._written)
         is_own = self.sources is self.params
         self._source_forms = self._memory[-1] if is_own else forms_of(self.sources)
-        self._state_addresses = list(map(_addresses_of, self.lists))
-        self._known_states = [list(map(weakref.ref, own)) for own in self.lists]
+        states = list(chain.from_iterable(self.lists))
+        self._state_addresses = list(map(Tensor.data_ptr, states))
+        self._known_states = list(map(weakref.ref, states))
         self._state_dtypes = [own[0].dtype if own else None for own in self.lists]
         self._grad_dtypes = set(map(_dtype_of, self.grads))
 
@@ -196,49 +200,39 @@ class Bucket:
         """Whether parameters and states are the same tensors still, in the same memory."""
         if self._memory != _memory_of(self._written):
             return False
-        if self._has_other_grad_dtypes():
+        if self.layout.any_grad_dtype and self._has_other_grad_dtypes():
             return False
+        states = list(chain.from_iterable(self.lists))
+        known = map(weakref.ref.__call__, self._known_states)
         return (
-            len(self.lists) == len(self._known_states)
-            and all(map(_refer_to, self._known_states, self.lists))
-            and self._state_addresses == list(map(_addresses_of, self.lists))
+            len(states) == len(self._known_states)
+            and all(map(operator.is_, known, states))
+            and self._state_addresses == list(map(Tensor.data_ptr, states))
         )
 
     def _has_other_grad_dtypes(self) -> bool:
-        return self.layout.any_grad_dtype and self._grad_dtypes != set(map(_dtype_of, self.grads))
-
-    def read_lists(self) -> _Lists:
-        """The lists of states; raises KeyError or TypeError where they lack what they held."""
-        if self._kept is not None and self._still_has(self._kept):
-            return self._kept
-        lists = [
-            list(map(operator.itemgetter(key), self.states)) if key in self.keys else []
-            for key in self.layout.moments
-        ]
-        if self.layout.has_masters:
-            lists.append([state[MASTER] for state in self.states] if self.has_masters else [])
-        elif self.layout.has_copies:
-            lists.append(self.copies)
-        if not all(map(_are_tensors, lists)):
-            raise TypeError("None, say, is torch's word for a buffer that is missing")
-        self._kept = tuple(lists) if self._holder and self._holder.may_hold else None
-        return tuple(lists) if self._kept is None else self._kept
-
-    def _still_has(self, lists: _Lists) -> bool:
-        """Whether the state of all parameters still consists of these very tensors."""
-        keys = self.layout.moments
-        if self.layout.has_masters:
-            keys = (*keys, MASTER)
-            if self.has_masters != bool(lists[-1]):
-                return False
-        for key, own in zip(keys, lists, strict=False):  # copies have no key
-            if own and not all(map(operator.is_, map(operator.itemgetter(key), self.states), own)):
-                return False
-        return True
+        return self._grad_dtypes != set(map(_dtype_of, self.grads))
 
     def run(self, op: Callable[..., None], *hyper: Any) -> None:
-        """Call a step operator on the lists and ``hyper``; see :func:`ask`."""
-        ask([self], self._call, op, hyper)
+        """Call a step operator on the lists and ``hyper``, as :func:`ask` does."""
+        try:
+            if self.has_masters:
+                self._refill_masters()
+            # Versions are raised below, for all lists at once.
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                may_hold = self._holder is not None and op is self.held_ops.plain
+                if may_hold and self._holder.lists_of(self.params, self.lists, self.used):
+                    self._holder.step(self.used, *hyper)
+                elif self._is_plain:
+                    op(self.params, self.used, *self.lists, *hyper)
+                else:
+                    params, *lists = map(self.local, (self.params, *self.lists))
+                    op(params, self.used, *lists, *hyper)
+        except RuntimeError:
+            if not self.mend():
+                raise
+            Bucket.run(self, op, *hyper)
+            return
         if op in self.writing_ops:
             self._write_back()
         self.has_run = True
@@ -258,17 +252,6 @@ class Bucket:
             for grad, own in zip(local_tensors(self.grads), used, strict=True):
                 if is_lazy(grad):
                     write_back(grad, torch.view_as_complex(own))
-
-    def _call(self, op: Callable[..., None], hyper: tuple) -> None:
-        if self.has_masters:
-            self._refill_masters()
-        with below_autograd():
-            may_hold = self._holder and op is self.held_ops.plain
-            if may_hold and self._holder.lists_of(self.params, self.lists, self.used):
-                self._holder.step(self.used, *hyper)
-            else:
-                params, *lists = map(self.local, (self.params, *self.lists))
-                op(params, self.used, *lists, *hyper)
 
     def _refill_masters(self) -> None:
         """Bring masters up to date with parameters that were changed, or were never seen."""
@@ -293,20 +276,17 @@ class Bucket:
         """After a refusal: :meth:`match`.
 
         Raises:
-            Outdated: an operator cannot walk the memory of parameters and states any longer.
             RuntimeError: a gradient cannot be used.
         """
         self.check_new_gradients()
-        if self._given is None and self.match():
-            return True
-        if not (self._is_new or self._can_be_walked()):
-            raise Outdated(f"{self.layout.optimizer}.step: parameters changed during the step.")
-        return False
+        return self._given is None and self.match()
 
-    def _can_be_walked(self) -> bool:
+    def can_be_walked(self) -> bool:
         """Whether parameters and states have memory, of the layouts that it had at first."""
         memory = _memory_of(self._written)
-        if self._memory[1:] != memory[1:] or self._has_other_grad_dtypes():
+        if self._memory[1:] != memory[1:]:
+            return False
+        if self.layout.any_grad_dtype and self._has_other_grad_dtypes():
             return False
         count = len(self.params)
         strides, forms = (own[:count] for own in memory[1:])
@@ -333,8 +313,8 @@ class Bucket:
         return real_gradients(grads) if self.is_complex else grads
 
 
-def _are_tensors(values: list[Any]) -> bool:
-    return _PLAIN.issuperset(map(type, values)) or all(isinstance(v, Tensor) for v in values)
+def _are_tensors(lists: list[list[Any]]) -> bool:
+    return all(isinstance(value, Tensor) for values in lists for value in values)
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> list[Any]:
@@ -343,17 +323,5 @@ def _memory_of(tensors: Sequence[Tensor]) -> list[Any]:
     Addresses are not enough: a view with another dtype or other strides may have the same one, and
     all empty tensors have the address 0.
     """
-    return [
-        _addresses_of(tensors),
-        list(map(Tensor.stride, tensors)),
-        forms_of(tensors),
-    ]
-
-
-def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
-
-
-def _refer_to(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
-    """Whether weak references are to these very tensors."""
-    return are_same([reference() for reference in references], tensors)
+    addresses, strides = map(Tensor.data_ptr, tensors), map(Tensor.stride, tensors)
+    return [list(addresses), list(strides), forms_of(tensors)]

@@ -59,7 +59,9 @@ def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
     for group in groups:
         for name in _NUMBERS:
             value = group.get(name, 0.0)
-            if type(value) not in (float, int):
+            kind = type(value)
+            is_pair = kind is tuple and name == "betas" and [*map(type, value)] == [float, float]
+            if kind not in (float, int) and not is_pair:
                 _check_number(optimizer, name, value)
 
 

@@ -34,8 +34,9 @@ def check_gradients(
         RuntimeError: a gradient is sparse, its shape, dtype or device is not its parameter's, or
             it has no memory.
     """
-    is_plain = _PLAIN.issuperset(map(type, grads))
-    if is_plain and forms_of(grads) == (forms_of(params) if forms is None else forms):
+    if forms is None:
+        forms = forms_of(params)
+    if _PLAIN.issuperset(map(type, grads)) and list(map(_form_of, grads)) == forms:
         check_allocated(op, "the gradient of parameter", grads)
         return
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):

@@ -6,9 +6,10 @@ Converting a list of tensors costs about 350 ns per tensor and step: more than u
 from __future__ import annotations
 
 import gc
+import operator
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._ops import library
-from .state_order import are_same
 
 MIN_TENSORS = 32  # per list; of fewer, less than 10 us a step could be saved
 MAX_MEAN_ELEMENTS = 4096  # of larger tensors less than a tenth of the time could be saved
@@ -27,6 +27,11 @@ _NOT_TRACEABLE = (
     "meaning for meta or fake tensors. Use {}, whose schema names all that it changes."
 )
 _LIST = re.compile(r"Tensor(\(\w!\))?\[\] ")
+
+
+def are_same(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether both consist of the very same objects, in one order."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 class HeldOps:
@@ -115,9 +120,9 @@ class KeptGradients:
 class Holder:
     """Holds lists from the second step with the same tensors on, if that is faster."""
 
-    def __init__(self, ops: HeldOps, params: list[Tensor]) -> None:
+    def __init__(self, ops: HeldOps) -> None:
         self._ops = ops
-        self.may_hold = is_worth_holding(params)
+        self._may_hold = True
         self._states: tuple[list[Tensor], ...] | None = None  # the last step's
         self._held: HeldLists | None = None  # params and _states
         self._gradients = KeptGradients(ops)
@@ -137,7 +142,7 @@ class Holder:
             states: the other lists; the same tuple while nobody has replaced a state.
             grads: of this step.
         """
-        if not self.may_hold:
+        if not self._may_hold:
             return None
         if self._states is not states:
             self._states, self._held = states, None
@@ -147,7 +152,7 @@ class Holder:
             return None
         if self._held is None:
             if not can_hold(params, states):
-                self.may_hold, self._states = False, None
+                self._may_hold, self._states = False, None
                 return None
             lists = [params, *states]
             lists.insert(self._ops.grads_index, [])

@@ -22,26 +22,9 @@ def momentum_layout(optimizer: str) -> StateLayout:
     )
 
 
-class MomentumBucket(Bucket):
-    """A bucket whose states hold no count; a parameter's first step has no use for its buffer."""
-
-    @property
-    def step_number(self) -> int:
-        return self.count
-
-    def set_step(self, step: int) -> None:
-        self.count = step
-
-    @property
-    def is_first_run(self) -> bool:
-        """Whether nothing has been written to the buffers."""
-        return self.count == 0
-
-
 class MomentumOptimizer(FusedOptimizer):
     """Keeps the buffers of parameters, and writes the model's 16-bit copies of amp's masters."""
 
-    bucket_class = MomentumBucket
     # The last two are set by amp.
     kept_attributes = (
         "wd_after_momentum",
@@ -49,6 +32,7 @@ class MomentumOptimizer(FusedOptimizer):
         "most_recent_scale",
         "scale_set_by_backward",
     )
+    switch = "momentum"
     replayable: ClassVar[bool] = True
     reads_device_lr: ClassVar[bool] = True
 
@@ -82,10 +66,8 @@ class MomentumOptimizer(FusedOptimizer):
                 f"{group['momentum']} and dampening {group['dampening']}."
             )
 
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (BUFFER,) if group["momentum"] != 0 else ()
-
     def linked(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list]:
+        """The parameters, those whose gradients are used, and copies or None; see `Members`."""
         params = group["params"]
         if not hasattr(self, "_amp_stash") or not (twins := _models_of_masters(self._amp_stash)):
             return params, params, []
@@ -160,8 +142,9 @@ class MomentumOptimizer(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def step_buckets(self, buckets: list[MomentumBucket]) -> None:
-        has_first = len(buckets) > 1 and any(bucket.is_first_run for bucket in buckets)
+    def step_buckets(self, buckets: list[Bucket]) -> None:
+        # The first step has no use for the buffer: nothing has been written to it.
+        has_first = len(buckets) > 1 and any(bucket.count == 0 for bucket in buckets)
         super().step_buckets(buckets)
         if has_first:
             self._buckets.forget()  # those of one group may be one from now on

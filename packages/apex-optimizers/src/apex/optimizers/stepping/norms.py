@@ -7,7 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .._shared.native.writes import call_counted
 from .buckets import Bucket, ask
 from .sharding import is_sharded, placement_of, reduce_over_shards
 
@@ -43,7 +42,8 @@ def _norm_of_alike(buckets: list[Bucket], wide: bool) -> Tensor:
     from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
     grads = [g for bucket in buckets for g in bucket.used]
-    norm, _ = call_counted(multi_tensor_l2norm, grads, None, False, wide)
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # it writes to nothing
+        norm, _ = multi_tensor_l2norm(grads, None, False, wide)
     whole = buckets[0].grads[0]
     if not is_sharded(whole):
         return norm

@@ -60,18 +60,6 @@ class StepNumbers:
     found_inf: Tensor | None = None  # float32, one element; not 0: skip the step. None: 0
 
     @classmethod
-    def on_host(cls, bucket: Bucket, reads_device_lr: bool = False) -> StepNumbers:
-        """Those of a bucket's next step.
-
-        Args:
-            reads_device_lr: leave a float32 learning rate that is on a GPU there.
-        """
-        lr, step = bucket.group["lr"], bucket.step_number + 1
-        if reads_device_lr and isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32:
-            return cls(0.0, step, lr)
-        return cls(float(lr), step)
-
-    @classmethod
     def on_device(cls, optimizer: torch.optim.Optimizer, bucket: Bucket) -> StepNumbers:
         """Those of a bucket's next step, without waiting for its device."""
         device, scaling = bucket.params[0].device, Scaling.of(optimizer)
@@ -81,10 +69,12 @@ class StepNumbers:
 
     def count(self, bucket: Bucket) -> None:
         """Let the bucket's parameters have taken this step."""
-        if self.device_step is None:
-            bucket.set_step(self.step)
-        else:
+        if self.device_step is not None:
             bucket.step_tensor.copy_(self.device_step)
+        elif bucket.step_tensor is not None:
+            bucket.step_tensor.fill_(self.step)
+        else:
+            bucket.count = self.step
 
 
 def _device_lr(group: dict[str, Any], device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.writes import keep_from_tracing
-from .buckets import MASTER, Bucket, Outdated, StateLayout, state_dtype
+from .buckets import MASTER, Bucket, StateLayout, state_dtype
 from .checkpoints import complete_groups, load_state, separate_steps
 from .checks import check_duplicates, check_numbers, check_params, require_kernels
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
@@ -40,6 +40,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
+    # A group's option without which its states lack the last of the layout's moments.
+    switch: ClassVar[str | None] = None
 
     set_grad_none = True
     capturable = False  # whether lr and step are on the device
@@ -81,11 +83,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The moments that the parameters of a group have."""
-        return self.layout.moments
-
-    def linked(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list]:
-        """The parameters, those whose gradients are used, and copies or None; see `Members`."""
-        return group["params"], group["params"], []
+        moments = self.layout.moments
+        return moments if self.switch is None or group.get(self.switch) else moments[:-1]
 
     def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
         """Dtype in which a moment of a parameter is kept."""
@@ -199,7 +198,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Learning rate, count and scale of the bucket's next step."""
         if self.capturable:
             return StepNumbers.on_device(self, bucket)
-        return StepNumbers.on_host(bucket, self.reads_device_lr)
+        lr, count = bucket.group["lr"], bucket.step_tensor
+        step = 1 + (bucket.count if count is None else int(count))
+        is_tensor = self.reads_device_lr and isinstance(lr, Tensor)
+        if is_tensor and lr.is_cuda and lr.dtype == torch.float32:
+            return StepNumbers(0.0, step, lr)
+        return StepNumbers(float(lr), step)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set them to None, or to zero.
@@ -233,7 +237,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         load_state(self, state_dict, super().load_state_dict)
         self._buckets = BucketCache(self.bucket_class)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without gradient are left alone.
 
@@ -256,28 +259,30 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def update_params(self) -> None:
         """Step all buckets, and hold nothing afterwards: gradients set to None are to be freed."""
+        cache, is_grad_enabled = self._buckets, torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # as a decorator it would take ten calls
         try:
-            self._check_capture()
+            is_counted = self.stochastic_rounding or not self.replayable
+            if is_counted and not self.capturable and is_capturing(self.param_groups):
+                self._refuse_capture()
             check_numbers(self.layout.optimizer, self.param_groups)
-            buckets = self._buckets.collect(self)
+            buckets = cache.collect(self)
             try:
                 self.step_buckets(buckets)
-            except Outdated:
-                if any(bucket.has_run for bucket in buckets):
+            except RuntimeError:
+                if not cache.is_outdated():
                     raise
-                self._buckets.forget()
-                self.step_buckets(self._buckets.collect(self))
+                cache.forget()
+                self.step_buckets(cache.collect(self))
         except BaseException:
-            self._buckets.take_back(self.state)
+            cache.take_back(self.state)
             raise
         finally:
-            self._buckets.drop()
+            cache.drop()
+            torch.set_grad_enabled(is_grad_enabled)
 
-    def _check_capture(self) -> None:
-        """Raise RuntimeError where a graph would repeat this step's number in every replay."""
-        counts = self.stochastic_rounding or not self.replayable
-        if self.capturable or not counts or not is_capturing(self.param_groups):
-            return
+    def _refuse_capture(self) -> None:
+        """Raise RuntimeError: a graph would repeat this step's number in every replay."""
         remedy = f"Make it with {self.layout.optimizer}(..., capturable=True), or step"
         if self.replayable:
             remedy = "Step"
@@ -291,15 +296,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Update all parameters and count the step."""
         for bucket in buckets:
             self.step_bucket(bucket)
-        if self.layout.counts_group_steps:
-            self._advance_groups(buckets)
-
-    def _advance_groups(self, buckets: list[Bucket]) -> None:
+        if not self.layout.counts_group_steps:
+            return
         # Groups without parameters or gradients count, too: other processes may have some, and
         # restore counts from what this one saves.
-        for group in self.param_groups:
-            own = [bucket for bucket in buckets if bucket.group is group]
-            if self.capturable:
+        if self.capturable:
+            for group in self.param_groups:
+                own = [bucket for bucket in buckets if bucket.group is group]
                 advance_on_device(group, own, Scaling.of(self))
-            else:
-                group["step"] = max([group.get("step", 0) + 1, *(b.step_number for b in own)])
+            return
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        if self.layout.counts_steps:
+            for bucket in buckets:
+                bucket.group["step"] = max(bucket.group["step"], int(bucket.step_tensor))

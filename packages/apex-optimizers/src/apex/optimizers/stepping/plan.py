@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -13,7 +14,6 @@ from .buckets import MASTER, Bucket, Members
 from .gradients import check_dense, check_gradients, check_states
 from .rounding import check_rounded
 from .sharding import placement_of
-from .state_order import Entries, StateOrder, are_same
 
 _shape_of = operator.attrgetter("shape")
 
@@ -24,6 +24,7 @@ class BucketCache:
     def __init__(self, bucket_class: type[Bucket] = Bucket) -> None:
         self._bucket_class = bucket_class
         self._groups: list[_GroupBuckets | None] = []
+        self.buckets: list[Bucket] = []  # of all groups
         self._order = StateOrder()
         self._marks: dict[int, tuple[int, int]] = {}  # of parameters in buckets that were given up
         # Parameters in buckets that were made for this step, and their states from before.
@@ -38,46 +39,49 @@ class BucketCache:
         Raises:
             RuntimeError: a gradient, parameter or state cannot be used.
         """
-        self._started = []
-        wanted = [_Wanted(optimizer, group) for group in optimizer.param_groups]
-        if not self._order.update(optimizer.state):
+        groups, state = optimizer.param_groups, optimizer.state
+        if not self._order.update(state):
             self.forget()
-        if len(self._groups) != len(wanted):
-            missing = len(wanted) - len(self._groups)
-            self._groups = self._groups[: len(wanted)] + [None] * missing
-        values = [*optimizer.state.values(), None]
-        new = [
-            index
-            for index, (cached, group) in enumerate(zip(self._groups, wanted, strict=True))
-            if not (cached and cached.fits(group) and cached.hand_over(values, group.grads))
-        ]
-        buckets = self._buckets()
-        if new or len(buckets) > 1 or (optimizer.keeps_masters and _differ_in_dtype(buckets)):
-            kept = [i for i in range(len(wanted)) if i not in new]
+        if len(self._groups) != len(groups):
+            missing = len(groups) - len(self._groups)
+            self._groups = self._groups[: len(groups)] + [None] * missing
+            self.buckets = [b for group in self._groups if group for b in group.buckets]
+        values, new = [*state.values(), None], []
+        for index, (cached, group) in enumerate(zip(self._groups, groups, strict=True)):
+            if cached is None or not cached.take(optimizer, group, values):
+                new.append(index)
+        buckets = self.buckets
+        if new or len(buckets) > 1:
+            kept = [i for i in range(len(groups)) if i not in new]
             new += [i for i in kept if self._groups[i].is_outdated()]
         if new:
-            for group in wanted:  # a step that fails changes nothing
-                group.check(optimizer)
-            self._renew(optimizer, new, wanted)
-            return self._buckets()
-        any_dtype = optimizer.layout.any_grad_dtype
-        if len(buckets) > 1 or (any_dtype and _differ_in_shape(buckets)):
+            self._renew(optimizer, new)
+        elif len(buckets) > 1 or (optimizer.layout.any_grad_dtype and _differ_in_shape(buckets)):
             for bucket in buckets:
                 bucket.check_new_gradients()
-        return buckets
+        return self.buckets
+
+    def is_outdated(self) -> bool:
+        """Whether a step was refused because parameters or states are not those of the buckets.
+
+        No bucket has run then, so that the step can begin anew.
+        """
+        if any(bucket.has_run for bucket in self.buckets):
+            return False
+        return not all(bucket.is_new or bucket.can_be_walked() for bucket in self.buckets)
 
     def forget(self) -> None:
         """Make all buckets anew in the next step."""
-        for bucket in self._buckets():
+        for bucket in self.buckets:
             self._marks.update(bucket.marks.known(bucket.params))
-        self._groups.clear()
+        self._groups, self.buckets = [], []
 
     def take_back(self, state: dict[Any, Any]) -> None:
         """Undo what was made of states for buckets that a failing step did not come to.
 
         All buckets are made anew in the next step: the failure may have left half of them.
         """
-        changed = {id(p) for bucket in self._buckets() if bucket.has_run for p in bucket.params}
+        changed = {id(p) for bucket in self.buckets if bucket.has_run for p in bucket.params}
         for param, before in self._started:
             if id(param) in changed:
                 continue
@@ -91,21 +95,21 @@ class BucketCache:
     def drop(self) -> None:
         """Hold no gradient and no state any longer."""
         self._started = []
-        for bucket in self._buckets():
-            bucket.drop()
+        for bucket in self.buckets:
+            bucket.grads, bucket.used, bucket.states, bucket.lists = [], [], [], ()
+            bucket.has_run = False
 
-    def _buckets(self) -> list[Bucket]:
-        if len(self._groups) == 1 and self._groups[0]:
-            return self._groups[0].buckets
-        return [bucket for group in self._groups if group for bucket in group.buckets]
-
-    def _renew(self, optimizer: Any, indices: list[int], wanted: list[_Wanted]) -> None:
+    def _renew(self, optimizer: Any, indices: list[int]) -> None:
+        wanted = [_Wanted(optimizer, group) for group in optimizer.param_groups]
+        for group in wanted:  # a step that fails changes nothing
+            group.check(optimizer)
         for index in indices:
             old = self._groups[index]
             for bucket in old.buckets if old else ():
                 self._marks.update(bucket.marks.known(bucket.params))
-            made = self._groups[index] = _GroupBuckets(wanted[index])
+            made = self._groups[index] = _GroupBuckets(optimizer, wanted[index])
             made.make(self._bucket_class, optimizer, wanted[index], self._started)
+        self.buckets = [bucket for group in self._groups for bucket in group.buckets]
         has_grown = not self._order.update(optimizer.state)
         values = [*optimizer.state.values(), None]
         for index, cached in enumerate(self._groups):
@@ -113,10 +117,37 @@ class BucketCache:
                 cached.find(self._order)
             if index in indices:
                 cached.take_marks(self._marks)
-            cached.hand_over(values, wanted[index].grads)
+            cached.take(optimizer, wanted[index].group, values)
             if index in indices:
                 cached.remember()
         self._marks = {}
+
+
+class StateOrder:
+    """The order of an optimizer's state, by which entries are found without hashing tensors.
+
+    No entry is kept alive: removing it from the state, or clearing the state, frees its memory.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Any] = []
+        self._positions: dict[int, int] = {}  # by id of the key
+
+    def update(self, state: dict[Any, Any]) -> bool:
+        """Remember the order; return whether it is the remembered one."""
+        if len(state) == len(self._keys) and all(map(operator.is_, state, self._keys)):
+            return True
+        self._keys = list(state)
+        self._positions = {id(key): position for position, key in enumerate(self._keys)}
+        return False
+
+    def positions(self, params: Sequence[Tensor]) -> list[int] | None:
+        """Where the entries of these parameters are, until :meth:`update` returns False.
+
+        None: they are all there are, in this order. -1: there is none.
+        """
+        positions = [self._positions.get(id(p), -1) for p in params]
+        return None if positions == list(range(len(self._keys))) else positions
 
 
 class _Wanted:
@@ -127,12 +158,12 @@ class _Wanted:
     def __init__(self, optimizer: Any, group: dict[str, Any]) -> None:
         self.group = group
         self.keys: tuple[str, ...] = optimizer.state_keys(group)
-        self.params, self.sources, self.copies = optimizer.linked(group)
+        params = group["params"]
+        has_copies = optimizer.layout.has_copies
+        self.lists = optimizer.linked(group) if has_copies else (params, params, [])
+        self.params, self.sources, self.copies = self.lists
         self.grads = _grads_of(optimizer.layout.grad_name, self.sources)
         self.missing = list(map(operator.is_, self.grads, repeat(None)))
-        # What has to stay the same for buckets to stay.
-        is_own = self.sources is self.params
-        self.lists = (self.params,) if is_own else (self.params, self.sources, self.copies)
 
     def check(self, optimizer: Any) -> None:
         """Raise unless everything can be used."""
@@ -176,34 +207,45 @@ def _chosen(tensors: list[Any], indices: list[int]) -> list[Any]:
 class _GroupBuckets:
     """The buckets of one group for one pattern of present gradients."""
 
-    def __init__(self, wanted: _Wanted) -> None:
+    def __init__(self, optimizer: Any, wanted: _Wanted) -> None:
         self._group, self._keys, self._missing = wanted.group, wanted.keys, wanted.missing
         self._lists = tuple(map(list, wanted.lists))
-        self._indices: list[list[int]] = []
-        self._entries: list[Entries] = []
+        self._switch = optimizer.switch
+        self._is_switched = bool(wanted.group.get(self._switch))
+        self._grad_of = operator.attrgetter(optimizer.layout.grad_name)
+        self._watches_dtypes = optimizer.keeps_masters
+        self._indices: list[list[int] | None] = []  # None: all
+        self._entries: list[list[int] | None] = []  # see StateOrder.positions
         self.buckets: list[Bucket] = []
 
-    def fits(self, wanted: _Wanted) -> bool:
-        """Whether no parameter of these buckets and no pattern of gradients has changed."""
-        return (
-            self._group is wanted.group
-            and self._keys == wanted.keys
-            and self._missing == wanted.missing
-            and len(self._lists) == len(wanted.lists)
-            and all(map(are_same, self._lists, wanted.lists))
-        )
+    def take(self, optimizer: Any, group: dict[str, Any], values: list[Any]) -> bool:
+        """Give buckets the gradients and states of a step; return whether these are theirs still.
 
-    def hand_over(self, values: list[Any], grads: list[Tensor | None]) -> bool:
-        """Give buckets the gradients and states of a step; return whether the states fit them.
+        They are not where a parameter, its state, or the pattern of gradients has changed.
 
         Args:
-            values: see :meth:`Entries.of`.
+            values: all of the state, and behind them None for parameters that have no entry.
         """
-        fits = True
-        for bucket, indices, entries in zip(
-            self.buckets, self._indices, self._entries, strict=True
-        ):
-            fits &= bucket.take(_chosen(grads, indices), entries.of(values))
+        if group is not self._group or bool(group.get(self._switch)) != self._is_switched:
+            return False
+        params, sources = group["params"], group["params"]
+        lists: Any = (params,)
+        if optimizer.layout.has_copies:
+            lists = params, sources, _ = optimizer.linked(group)
+        for own, now in zip(self._lists, lists, strict=False):
+            if len(own) != len(now) or not all(map(operator.is_, own, now)):
+                return False
+        try:
+            grads = list(map(self._grad_of, sources))
+        except AttributeError:  # not torch's own attribute, which every parameter has
+            grads = _grads_of(optimizer.layout.grad_name, sources)
+        if list(map(operator.is_, grads, repeat(None))) != self._missing:
+            return False
+        fits = not (self._watches_dtypes and _differ_in_dtype(self.buckets))
+        for bucket, indices, places in zip(self.buckets, self._indices, self._entries, strict=True):
+            own = grads if indices is None else [grads[i] for i in indices]
+            states = values[:-1] if places is None else [values[i] for i in places]
+            fits = bucket.take(own, states) and fits
         return fits
 
     def is_outdated(self) -> bool:
@@ -248,12 +290,13 @@ class _GroupBuckets:
                 shared = _step_tensor(optimizer.capturable, count, device)
                 for state in members.states:
                     state["step"] = shared
-            self._indices.append(indices)
+            is_all = len(indices) == len(wanted.params)
+            self._indices.append(None if is_all else indices)
             self.buckets.append(bucket_class(layout, wanted.group, wanted.keys, members, count))
 
     def find(self, order: StateOrder) -> None:
         """Find the entries of the state."""
-        self._entries = [order.entries(bucket.params) for bucket in self.buckets]
+        self._entries = [order.positions(bucket.params) for bucket in self.buckets]
 
     def take_marks(self, marks: dict[int, tuple[int, int]]) -> None:
         """Take over what is known of parameters from buckets that were given up."""

@@ -33,12 +33,12 @@ def check_rounded(where: str, params: Sequence[Tensor]) -> None:
 
 
 def rounding_key(optimizer: Any, bucket: Bucket) -> int | None:
-    """The key of a bucket's random numbers, of 64 bits with sign; None: round to nearest.
+    """The key of a bucket's random numbers, of 64 bits with sign; None: it is not rounded.
 
     Beside the seed it has the place of the bucket's first parameter, so that no two buckets of a
     step share numbers.
     """
-    if not optimizer.stochastic_rounding or bucket.dtype != torch.bfloat16:
+    if bucket.dtype != torch.bfloat16:
         return None
     if bucket.place is None:
         bucket.place = _place_of(optimizer.param_groups, bucket)
