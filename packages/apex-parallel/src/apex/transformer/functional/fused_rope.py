@@ -111,8 +111,9 @@ def fused_apply_rotary_pos_emb_cached(
             and cos_.shape[1] == cos_.shape[2] == 1
             and not t.is_meta
         ):
-            tables = cos_.detach()[:, 0, 0].contiguous(), sin_.detach()[:, 0, 0].contiguous()
-            given = t.permute(1, 2, 0, 3), *tables, None, not transpose_output_memory
+            cos = cos_.detach().flatten(0, 2).contiguous()
+            sin = sin_.detach().flatten(0, 2).contiguous()
+            given = t.permute(1, 2, 0, 3), cos, sin, None, not transpose_output_memory
             return rotary_embedding.plain[answer](*given).permute(2, 0, 1, 3)
     except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
         pass
