@@ -1,6 +1,6 @@
 """Whether operators of cuBLASLt and hipBLASLt (apex/torch/blaslt.h) may be asked for a product.
 
-Each of these operators returns an outcome. Unless that is 0, it has written nothing, and its caller
+Each of these operators returns an outcome. Unless that is 0, there is no product, and its caller
 composes the same from torch's operators.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_dynamo_compiling
 
-from .transforms import is_transformed
-
-__all__ = ["is_done", "may_serve", "rules_out"]
+__all__ = ["log_refusal", "may_serve", "rules_out"]
 
 logger = logging.getLogger("apex")
 
@@ -38,17 +38,16 @@ def may_serve(*tensors: Tensor | None) -> bool:
     Compiled code composes: what a library serves is known only when it is asked.
     """
     x = tensors[0]
-    if x.dtype not in DTYPES:
+    # Compilers are told first. Those without Dynamo are seen by their fake tensors.
+    if x.dtype not in DTYPES or is_dynamo_compiling() or peek_interpreter_stack() is not None:
         return False
-    if torch.compiler.is_compiling() or is_transformed() or x.numel() == 0:
-        return False
-    if not x.is_cuda and not (x.is_cpu and _is_emulating()):
+    if x.numel() == 0 or not (x.is_cuda or (x.is_cpu and _is_emulating())):
         return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _Plain or not tensor.is_contiguous()):
             return False
     preferred = torch.backends.cuda.preferred_blas_library() if _IS_ROCM and x.is_cuda else None
-    return not rules_out(_IS_ROCM, preferred, _environment())
+    return not _is_ruled_out(preferred)
 
 
 def rules_out(is_rocm: bool, preferred: object, environment: Mapping[str, str]) -> bool:
@@ -69,16 +68,9 @@ def rules_out(is_rocm: bool, preferred: object, environment: Mapping[str, str]) 
     return is_rocm and preferred is not None and preferred != torch._C._BlasBackend.Cublaslt
 
 
-def is_done(product: str, outcome: int) -> bool:
-    """Whether an operator's outcome is a product; logs once, for debugging, why it is none."""
-    if outcome == 0:
-        return True
-    _log(product, outcome)
-    return False
-
-
 @functools.cache
-def _log(product: str, outcome: int) -> None:
+def log_refusal(product: str, outcome: int) -> None:
+    """Log once, for debugging, why an operator's outcome is no product."""
     library = "hipBLASLt" if torch.version.hip else "cuBLASLt"
     reason = _REASONS[outcome]
     logger.debug(
@@ -87,9 +79,9 @@ def _log(product: str, outcome: int) -> None:
 
 
 @functools.cache
-def _environment() -> Mapping[str, str]:
-    """The environment at the first product, when torch reads it, too."""
-    return dict(os.environ)
+def _is_ruled_out(preferred: object) -> bool:
+    """What the environment says at the first product, when torch reads it, too."""
+    return rules_out(_IS_ROCM, preferred, os.environ)
 
 
 @functools.cache

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
-from torch.compiler import is_dynamo_compiling as is_compiled
+from torch.compiler import is_dynamo_compiling
 
 from .gradients import plain_gradients
 from .operands import is_autocast, is_dtensor
@@ -53,7 +53,7 @@ class Composed:
         self.plain = (
             None,
             lambda *given: forward(*given)[0],
-            apply_of(_function(name, of_plain, backward_of_call)),
+            apply_of(name, of_plain, _plain_backward(backward, backward_of_call), backward_of_call),
         )
 
     def __call__(self, option: Any, *tensors: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ class Composed:
         if not kernels_serve() or any(map(is_dtensor, tensors)):
             return self.reference(option, *tensors)
         wants = [t for t in tensors if t is not None and t.requires_grad]
-        if wants and torch.is_grad_enabled():
+        if wants and is_grad_enabled():
             return self._apply(option, *tensors)
         return self.forward(option, *tensors)[0]
 
@@ -88,7 +88,7 @@ def _plain_forward(forward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., 
 
     def apply_forward(ctx: Any, option: Any, *tensors: Any) -> Tensor:
         results = forward(option, *tensors)
-        ctx.save_for_backward(*tensors, *results[1:])
+        ctx.to_save = (*tensors, *results[1:])  # as save_for_backward() does
         ctx.option = option
         output = results[0]
         # torch lets nobody change a view in place that an autograd function has made.
@@ -101,7 +101,7 @@ def _output_alone(output: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same of a function that keeps nothing but its tensors: a frame less."""
 
     def apply_forward(ctx: Any, option: Any, *tensors: Any) -> Tensor:
-        ctx.save_for_backward(*tensors)
+        ctx.to_save = tensors
         ctx.option = option
         y = output(*tensors)
         return y.detach() if y._is_view() else y
@@ -109,8 +109,24 @@ def _output_alone(output: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply_forward
 
 
+def _plain_backward(backward: Any, general: Any) -> Callable[..., Any]:
+    """The backward of the autograd function of plain calls; leaves to ``general`` what is not."""
+
+    def apply_backward(ctx: Any, dy: Tensor) -> Any:
+        if (
+            is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or _is_any_autocast_enabled()
+            or is_legacy_batchedtensor(dy)
+        ):
+            return general(ctx, dy)
+        return (None, *backward(ctx.option, ctx.needs_input_grad[1:], dy, ctx.saved_tensors))
+
+    return apply_backward
+
+
 def _functions(forward: Any, backward: Any, reference: Any) -> tuple[Any, Any]:
-    """The forward of the autograd function of other calls, and the backward of all."""
+    """The forward and the backward of the autograd function of all calls."""
 
     def apply_forward(ctx: Any, option: Any, *tensors: Any) -> Tensor:
         results = forward(option, *tensors)
@@ -121,14 +137,14 @@ def _functions(forward: Any, backward: Any, reference: Any) -> tuple[Any, Any]:
         return output.detach() if is_view else output
 
     def apply_backward(ctx: Any, dy: Tensor) -> Any:
-        saved, needs, is_compiling = ctx.saved_tensors, ctx.needs_input_grad[1:], is_compiled()
-        if (not is_compiling and not _is_any_autocast_enabled()) or not is_autocast(dy):
-            # A batch of gradients (is_grads_batched=True) cannot be written to memory that is none.
-            is_again = not is_compiling and is_legacy_batchedtensor(dy)
-            if is_again or torch.is_grad_enabled() or forward_ad._current_level >= 0:
-                return (None, *again(ctx.option, needs, dy, saved))
-            return (None, *backward(ctx.option, needs, dy, saved))
-        return plainly(dy, apply_backward, ctx, dy)
+        if is_autocast(dy):
+            return plainly(dy, apply_backward, ctx, dy)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        # A batch of gradients (is_grads_batched=True) cannot be written to memory that is none.
+        is_again = not is_dynamo_compiling() and is_legacy_batchedtensor(dy)
+        if is_again or is_grad_enabled() or forward_ad._current_level >= 0:
+            return (None, *again(ctx.option, needs, dy, saved))
+        return (None, *backward(ctx.option, needs, dy, saved))
 
     def again(option: Any, needs: Sequence[bool], dy: Tensor, saved: Any) -> list[Tensor | None]:
         wanted = [i for i, needed in enumerate(needs, start=1) if needed]

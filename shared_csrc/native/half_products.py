@@ -52,11 +52,14 @@ def is_slow(x: Tensor) -> bool:
     return x.dtype in _slow and x.device.type == "cpu"
 
 
-def needs_float32(x: Tensor, *weights: Tensor) -> bool:
-    """Whether rows of ``x``, ``[..., K]``, should be multiplied with the weights in float32."""
-    if not is_slow(x):
+def needs_float32(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether rows of ``x``, ``[..., K]``, should be multiplied with the weights in float32.
+
+    Biases, which are smaller, and None may be among them.
+    """
+    if x.dtype not in _slow or not x.is_cpu:
         return False
     rows = x.numel() // max(x.shape[-1], 1)
     if x.dtype is torch.bfloat16 and rows <= _FEW_ROWS:
         return False
-    return rows * max(weight.numel() for weight in weights) > FEW
+    return rows * max(w.numel() for w in weights if w is not None) > FEW

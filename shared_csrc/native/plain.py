@@ -57,6 +57,16 @@ def direct(overload: Any) -> Callable[..., Any]:
     return getattr(overload, "_op", overload)
 
 
-def apply_of(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` of plain calls: they are under no transform, which apply() would ask."""
+def apply_of(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], general: Any
+) -> Callable[..., Any]:
+    """``apply`` of a new autograd function, for plain calls.
+
+    They are under no transform, which ``Function.apply`` would ask. Autograd's engine enters
+    ``backward`` itself, without two frames of torch's. Compilers read the class instead, and find
+    ``general``: the backward of all calls, to which ``backward`` leaves what is not plain.
+    """
+    statics = {"forward": staticmethod(forward), "backward": staticmethod(general)}
+    function: Any = type(name, (Function,), statics)
+    function._backward_cls.apply = backward
     return super(Function, function).apply

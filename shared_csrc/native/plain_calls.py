@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import is_grad_enabled
 from torch.autograd import Function, forward_ad
-from torch.compiler import is_dynamo_compiling
 
 from .gradients import places_of, required_gradients
 from .plain import apply_of, direct
@@ -31,28 +30,24 @@ def plain_functions(
         direct(formula.backward),
         function.backward,
         formula.arrange,
-        is_dynamo_compiling,
         is_grad_enabled,
         forward_ad,
     )
-    statics = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return None, call, apply_of(type(formula.name, (Function,), statics))
+    return None, call, apply_of(formula.name, forward, backward, function.backward)
 
 
-# All that the functions call is handed in, so that torch's compiler finds it, too.
+# Setting ``to_save`` is what save_for_backward() does.
 _SOURCE = """\
-def functions(
-    run_forward, run_backward, other_backward, arrange, is_compiling, is_grad_enabled, forward_ad
-):
+def functions(run_forward, run_backward, other_backward, arrange, is_grad_enabled, forward_ad):
     def forward(ctx, {parameters}):
         {results} = run_forward({arguments})
-        ctx.save_for_backward({kept})
+        ctx.to_save = ({kept})
         ctx.options = ({options})
         {unless_materialized}
         return {output}
 
     def backward(ctx, {gradients}):
-        if is_grad_enabled() or forward_ad._current_level >= 0 or is_compiling(){or_missing}:
+        if is_grad_enabled() or forward_ad._current_level >= 0{or_missing}:
             return other_backward(ctx, {gradients})
         {kept} = ctx.saved_tensors
         ({options}) = ctx.options

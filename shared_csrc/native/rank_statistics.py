@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
-
-from .operands import statistics_dtype
-from .plain import direct
 
 
 class BatchKernels(NamedTuple):
     """The operators by which a package reduces a batch, as far as their arguments are the same."""
 
     of_one_rank: Any  # (x, running_mean, running_var, num_batches, eps, momentum, *layout)
+    of_plain_rank: Callable[..., Any]  # the same without its frame: direct()
     moments: Any  # (x, *layout)
     merge: Any  # (means, biased_vars, counts, eps)
 
@@ -57,22 +55,26 @@ def batch_statistics(
     channel_last = layout != (False,)
     count = x.numel() // (x.shape[-1] if channel_last else x.shape[1])
     if ranks == 1:
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         if count < 2:
             raise _too_few(name, x, channel_last, count, ranks)
         fits = (
             running_mean is not None
             and running_variance is not None
-            and running_mean.dtype == running_variance.dtype == statistics_dtype(x.dtype)
+            and running_mean.dtype == running_variance.dtype == dtype
             and running_mean.is_contiguous()
             and running_variance.is_contiguous()
             and (num_batches is None or num_batches.dtype is torch.int64)
             and (num_batches is None or num_batches.device == x.device)
         )
         given = (running_mean, running_variance, num_batches) if fits else (None, None, None)
-        if fits and plain:
-            mean, _, inv_std, total = _write_plainly(kernels, x, *given, eps, momentum, *layout)
-            return mean, inv_std, total
-        mean, var, inv_std, total = kernels.of_one_rank(x, *given, eps, momentum, *layout)
+        if fits and plain:  # without the Python that writes pass
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                made = kernels.of_plain_rank(x, *given, eps, momentum, *layout)
+            torch._C._increment_version(given if num_batches is not None else given[:2])
+            return made[0], made[2], made[3]
+        with torch.no_grad():
+            mean, var, inv_std, total = kernels.of_one_rank(x, *given, eps, momentum, *layout)
         if fits:
             return mean, inv_std, total
     else:
@@ -83,19 +85,12 @@ def batch_statistics(
         if count < 2 and int(total) < 2:
             raise _too_few(name, x, channel_last, int(total), ranks)
         mean, var, inv_std = kernels.merge(*parts, eps)
-    update_running(running_mean, mean, momentum)
-    update_running(running_variance, var, momentum)
-    if num_batches is not None:
-        num_batches.add_(1)
+    with torch.no_grad():
+        update_running(running_mean, mean, momentum)
+        update_running(running_variance, var, momentum)
+        if num_batches is not None:
+            num_batches.add_(1)
     return mean, inv_std, total
-
-
-def _write_plainly(kernels: BatchKernels, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """``of_one_rank`` in a plain call, without the Python that writes pass."""
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        result = direct(kernels.of_one_rank)(x, *given)
-    increment_version(given[: 2 if given[2] is None else 3])
-    return result
 
 
 def _too_few(name: str, x: Tensor, channel_last: bool, total: int, ranks: int) -> ValueError:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import func
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,12 +137,27 @@ def calls_of(function):
 
 
 def test_python_calls():
-    """Of a formula: the call, the question, its compiler's; then forward and save_for_backward."""
+    """Of a formula: the call, the question, its compiler's; then forward. A backward is one."""
     x, weight, scale = CASE.arguments(torch.float32, "cpu")
     of_kernel = calls_of(lambda: formula.forward._op(x, weight, scale)) - 1
     assert calls_of(lambda: formula(x, weight, scale)) - 1 - of_kernel == 4
+    (y, z), mean = formula(x.requires_grad_(), weight, scale), x.mean(-1)
+    assert calls_of(lambda: formula(x, weight, scale)) - 1 - of_kernel == 4
+    of_kernel = calls_of(lambda: formula.backward._op(y, z, x, weight, mean, scale)) - 1
+    differentiate = lambda y: torch.autograd.grad(y, x, y.detach(), retain_graph=True)
+    assert calls_of(lambda: differentiate(y)) - calls_of(lambda: differentiate(2 * x)) == (
+        1 + of_kernel
+    )
+
+
+def test_compilers_trace_the_backward_of_all_calls():
+    x, weight, scale = CASE.arguments(torch.float32, "cpu")
     x.requires_grad_()
-    assert calls_of(lambda: formula(x, weight, scale)) - 1 - of_kernel == 5
+    expected = torch.autograd.grad(formula(x, weight, scale)[0].sum(), x)[0]
+    y = formula(x, weight, scale)[0].sum()
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        y.backward()
+    assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])

@@ -27,6 +27,7 @@ from apex.contrib.dense_epilogue.products import (
     as_matrix,
     check_input,
     check_layer,
+    fits,
     linear_gradients,
 )
 
@@ -77,7 +78,7 @@ def _gelu_dense_backward(
     _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
 ) -> list[Tensor | None]:
     x, weight1, _, weight2, _, gelu_in, hidden = saved
-    dy = as_matrix(dy)
+    dy = dy if dy.dim() == 2 else as_matrix(dy)
     _, *of_second = linear_gradients(None, (False, *needs[3:]), dy, (hidden, weight2))
     if True not in needs[:3]:
         return [None, None, None, *of_second]
@@ -206,7 +207,18 @@ def fused_dense_gelu_dense_function(
         >>> fused_dense_gelu_dense_function(x, weights[0], biases[0], weights[1], biases[1]).shape
         torch.Size([4, 3])
     """
-    return _apply_gelu_dense(*autocast(input, weight1, bias1, weight2, bias2))
+    tensors = (input, weight1, bias1, weight2, bias2)
+    if (
+        (answer := plainness(*tensors))
+        and input is not None
+        and input.dtype in FLOATS
+        and input.layout is torch.strided
+        and input.dim()
+        and fits(input, input.shape[-1], (weight1, bias1), (weight2, bias2))
+        and not needs_float32(input, weight1, weight2)
+    ):
+        return _gelu_dense.plain[answer](None, *tensors)
+    return _apply_gelu_dense(*autocast(*tensors))
 
 
 # NVIDIA's names.
@@ -319,7 +331,16 @@ class FusedDenseGeluDense(nn.Module):
         _reset(self.weight2, self.bias2)
 
     def forward(self, input: Tensor) -> Tensor:
-        tensors = (self.weight1, self.bias1, self.weight2, self.bias2)
+        parameters = self._parameters
+        try:
+            tensors = (
+                parameters["weight1"],
+                parameters["bias1"],
+                parameters["weight2"],
+                parameters["bias2"],
+            )
+        except KeyError:  # parametrized
+            tensors = (self.weight1, self.bias1, self.weight2, self.bias2)
         return fused_dense_gelu_dense_function(input, *tensors)
 
     def extra_repr(self) -> str:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from apex.contrib._shared.native.composed import Composed, plainly
 from apex.contrib._shared.native.half_products import needs_float32
 from apex.contrib._shared.native.named_functions import NamedFunction
-from apex.contrib._shared.native.operands import autocast
+from apex.contrib._shared.native.operands import FLOATS, autocast
+from apex.contrib._shared.native.plain import plainness
 from apex.contrib.dense_epilogue import RELU, SIGMOID, decompositions, dense_activation_backward
 from apex.contrib.dense_epilogue.products import (
     check_input,
     check_layer,
+    fits,
     linear_gradients,
 )
 
@@ -46,7 +50,7 @@ def _forward(option: tuple[bool, int], x: Tensor, *parameters: Tensor) -> tuple[
     """The output, and the outputs of all layers; without activation not the last one again."""
     has_bias, activation = option
     # Compiled by torch 2.11, an output that was written in place would get no gradient.
-    in_place = not torch.compiler.is_compiling()
+    in_place = not is_dynamo_compiling()
     y, outputs = x, []
     for weight, bias in _layers(has_bias, parameters):
         y = F.linear(y, weight, bias)
@@ -146,7 +150,23 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         >>> mlp_function(1, 1, x, weight, bias).shape
         torch.Size([4, 3])
     """
+    if (answer := plainness(*args)) and _fit(bias, activation, args) and not needs_float32(*args):
+        return _mlp.plain[answer]((bool(bias), int(activation)), *args)
     return _apply(bias, activation, *autocast(*args)) if args else _apply(bias, activation)
+
+
+def _fit(bias: int, activation: int, args: Sequence[Any]) -> bool:
+    """Whether :func:`check_operands` has nothing to say of plain tensors, or None."""
+    count = len(args) - 1
+    if activation not in _ACTIVATIONS.values() or count < 1 or (bias and count % 2):
+        return False
+    for tensor in args:
+        if tensor is None:
+            return False
+    x = args[0]
+    if x.dtype not in FLOATS or x.layout is not torch.strided or not x.dim():
+        return False
+    return fits(x, x.shape[-1], *_layers(bool(bias), args[1:]))
 
 
 def check_operands(name: str, bias: int, activation: int, args: Sequence[Tensor]) -> None:
@@ -238,7 +258,15 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input``: ``[..., mlp_sizes[0]]``; returns ``[..., mlp_sizes[-1]]``."""
-        return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
+        parameters, weights, biases = self._parameters, [], []
+        try:  # attributes of modules take a while to look up
+            for i in range(self.num_layers):
+                weights.append(parameters[f"weight_{i}"])
+                if self.bias:
+                    biases.append(parameters[f"bias_{i}"])
+        except KeyError:  # parametrized
+            weights, biases = self.weights, self.biases
+        return mlp_function(self.bias, self.activation, input, *weights, *biases)
 
     def extra_repr(self) -> str:
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"

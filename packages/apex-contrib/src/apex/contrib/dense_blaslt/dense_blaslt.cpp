@@ -4,9 +4,11 @@
 
 #if defined(APEX_GPU)
 #include <optional>
+#include <tuple>
 
 #include "apex/torch/blaslt.h"
 #include "apex/torch/library.h"
+#include "apex/torch/like.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -25,40 +27,53 @@ void* vector_of(const char* op, const char* name, const Tensor& vector, int64_t 
   return operand(vector, name);
 }
 
-void* aux_of(const char* op, const char* name, const Tensor& aux, const NamedTensor& result) {
-  check_tensors(op, {{name, aux}});
-  const Tensor& like = *result.tensor;
-  blaslt::check_matrix(op, {name, aux}, like.size(0), like.size(1), like.scalar_type(), result);
-  return operand(aux, name);
+// What a product is written to. Factors that are no matrices are refused by product_of().
+Tensor result_of(const blaslt::Factor& left, const blaslt::Factor& right) {
+  const Tensor& like = left.matrix;
+  if (like.dim() != 2 || right.matrix.dim() != 2) return like;
+  int64_t rows = like.size(left.is_transposed ? 1 : 0);
+  int64_t columns = right.matrix.size(right.is_transposed ? 0 : 1);
+  return empty(like, {rows, columns}, like.scalar_type());
 }
 
-int64_t dense_gelu_blaslt(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
-                          const Tensor& y, const Tensor& gelu_in) {
+std::tuple<Tensor, Tensor, int64_t> dense_gelu_blaslt(const Tensor& x, const Tensor& weight,
+                                                      std::optional<Tensor> bias) {
   const char* op = "dense_gelu_blaslt";
+  blaslt::Factor left = {"x", x}, right = {"weight", weight, true};
+  Tensor y = result_of(left, right), gelu_in = result_of(left, right);
   auto epilogue = bias ? Epilogue::kGeluAuxBias : Epilogue::kGeluAux;
-  auto product = blaslt::product_of(op, {"x", x}, {"weight", weight, true}, {"y", y}, epilogue);
+  auto product = blaslt::product_of(op, left, right, {"y", y}, epilogue);
   if (bias) product.bias = vector_of(op, "bias", *bias, y.size(1), {"x", x});
-  product.aux = aux_of(op, "gelu_in", gelu_in, {"y", y});
-  return multiply(x, product);
+  product.aux = operand(gelu_in, "gelu_in");
+  return {y, gelu_in, multiply(x, product)};
 }
 
-int64_t dense_gelu_backward_blaslt(const Tensor& dy, const Tensor& weight, const Tensor& gelu_in,
-                                   const Tensor& dx, std::optional<Tensor> dbias) {
+std::tuple<Tensor, Tensor, int64_t> dense_gelu_backward_blaslt(const Tensor& dy,
+                                                               const Tensor& weight,
+                                                               const Tensor& gelu_in,
+                                                               bool bias_grad) {
   const char* op = "dense_gelu_backward_blaslt";
-  auto epilogue = dbias ? Epilogue::kDGeluBiasGrad : Epilogue::kDGelu;
-  auto product = blaslt::product_of(op, {"dy", dy}, {"weight", weight}, {"dx", dx}, epilogue);
-  if (dbias) product.bias = vector_of(op, "dbias", *dbias, dx.size(1), {"dy", dy});
-  product.aux = aux_of(op, "gelu_in", gelu_in, {"dx", dx});
-  return multiply(dy, product);
+  blaslt::Factor left = {"dy", dy}, right = {"weight", weight};
+  Tensor dx = result_of(left, right);
+  auto epilogue = bias_grad ? Epilogue::kDGeluBiasGrad : Epilogue::kDGelu;
+  auto product = blaslt::product_of(op, left, right, {"dx", dx}, epilogue);
+  Tensor dbias = empty(dy, {bias_grad ? dx.size(1) : 0}, dy.scalar_type());
+  if (bias_grad) product.bias = operand(dbias, "dbias");
+  check_tensors(op, {{"gelu_in", gelu_in}});
+  blaslt::check_matrix(op, {"gelu_in", gelu_in}, dx.size(0), dx.size(1), dx.scalar_type(),
+                       {"dy", dy});
+  product.aux = operand(gelu_in, "gelu_in");
+  return {dx, dbias, multiply(dy, product)};
 }
 
-int64_t dense_gradients_blaslt(const Tensor& dy, const Tensor& x, const Tensor& dweight,
-                               const Tensor& dbias) {
+std::tuple<Tensor, Tensor, int64_t> dense_gradients_blaslt(const Tensor& dy, const Tensor& x) {
   const char* op = "dense_gradients_blaslt";
-  auto product = blaslt::product_of(op, {"dy", dy, true}, {"x", x}, {"dweight", dweight},
-                                    Epilogue::kBiasGradB);
-  product.bias = vector_of(op, "dbias", dbias, dweight.size(0), {"dy", dy});
-  return multiply(dy, product);
+  blaslt::Factor left = {"dy", dy, true}, right = {"x", x};
+  Tensor dweight = result_of(left, right);
+  auto product = blaslt::product_of(op, left, right, {"dweight", dweight}, Epilogue::kBiasGradB);
+  Tensor dbias = empty(dy, {dweight.size(0)}, dy.scalar_type());
+  product.bias = operand(dbias, "dbias");
+  return {dweight, dbias, multiply(dy, product)};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -52,18 +53,25 @@ def check_input(name: str, input: Tensor) -> None:
         raise ValueError(f"{name}: input must have shape [..., in_features], got a number.")
 
 
-def fits(input: Tensor, columns: int, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether :func:`check_layer` has nothing to say; in 1 us."""
-    if not isinstance(weight, Tensor):
-        return False
-    dtype, device, shape = input.dtype, input.device, weight.shape
-    if weight.dtype is not dtype or shape[1:] != (columns,) or weight.device != device:
-        return False
-    if bias is None:
-        return True
-    if not isinstance(bias, Tensor) or bias.dtype is not dtype or bias.device != device:
-        return False
-    return bias.shape == shape[:1]
+def fits(input: Tensor, columns: int, *layers: tuple[Any, Any]) -> bool:
+    """Whether :func:`check_layer` has nothing to say of layers in a row: weights, biases or None.
+
+    It takes 1 us for each.
+    """
+    dtype, device = input.dtype, input.device
+    for weight, bias in layers:
+        if not isinstance(weight, Tensor):
+            return False
+        shape = weight.shape
+        if weight.dtype is not dtype or shape[1:] != (columns,) or weight.device != device:
+            return False
+        if bias is not None:
+            if not isinstance(bias, Tensor) or bias.dtype is not dtype or bias.device != device:
+                return False
+            if bias.shape != shape[:1]:
+                return False
+        columns = shape[0]
+    return True
 
 
 def check_layer(
@@ -87,7 +95,7 @@ def check_layer(
         TypeError: a dtype differs, or something is no tensor.
         ValueError: a shape or device does not fit.
     """
-    if fits(input, columns, weight, bias):
+    if fits(input, columns, (weight, bias)):
         return weight.shape[0]
     _check_like(name, input, names[0], weight)
     shape = weight.shape

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from .._ops import library
 from .._shared.native.formula import Formula
 from .._shared.native.operands import autocast, check_floating, exact
+from .._shared.native.plain import plainness
 
 __all__ = ["decompositions", "fused_bias_swiglu"]
 
@@ -82,6 +83,16 @@ def fused_bias_swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
         >>> fused_bias_swiglu(hidden, torch.zeros(32)).shape
         torch.Size([4, 16])
     """
+    try:
+        if (
+            (answer := plainness(input, bias))
+            and not input.is_meta
+            and (bias is None or bias.shape == input.shape[-1:])
+        ):
+            bias = bias if bias is None else bias.contiguous()
+            return _swiglu.plain[answer](input.contiguous(), bias)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
+        pass
     input, bias = autocast(input, bias)
     check_operands(input, bias)
     return _swiglu(exact(input), None if bias is None else exact(bias))

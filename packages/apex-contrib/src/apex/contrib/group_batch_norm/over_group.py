@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._shared.native.once import not_twice_differentiable
-from .._shared.native.operands import check_floating, exact, statistics_dtype
-from .._shared.native.plain import plainness
+from .._shared.native.operands import FLOATS, check_floating, exact, statistics_dtype
+from .._shared.native.plain import apply_of, direct, plainness
 from .._shared.native.rank_statistics import BatchKernels, batch_statistics, reduce_sums
 from .._shared.native.transforms import refuse_transforms
 from . import ops
 
-_KERNELS = BatchKernels(ops.statistics, ops.moments, ops.merge)
+_KERNELS = BatchKernels(ops.statistics, direct(ops.statistics), ops.moments, ops.merge)
 _REMEDY = "Use torch.nn.BatchNorm2d, or the like, there."
 
 
@@ -52,6 +52,32 @@ class _Normalize(Function):
         given = dy.contiguous(), x, weight, mean, inv_std, count, y
         dx, dz, dweight, dbias = gradients(*given, ctx.group, ctx.needs_input_grad[0])
         return dx, dz if ctx.needs_input_grad[1] else None, dweight, dbias, *[None] * 5
+
+
+def _plain_forward(ctx: Any, x: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
+    weight, bias, mean, inv_std, count, relu, ctx.group = rest
+    y = _run_forward(x, z, mean, inv_std, weight, bias, relu)
+    ctx.to_save = (x, weight, mean, inv_std, count, y if relu else None)
+    return y
+
+
+@not_twice_differentiable("group batch norm", _REMEDY)
+def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, mean, inv_std, count, y = ctx.saved_tensors
+    dy, needs = dy.contiguous(), ctx.needs_input_grad
+    if count is None:  # constant statistics
+        dx, masked, dweight, dbias = gradients(dy, x, weight, mean, inv_std, None, y, None)
+    else:
+        masked, dbias, sum_dy_xmu, dweight = _run_sums(dy, x, y, mean, inv_std)
+        dx, masked = None, dy if y is None else masked
+        if needs[0]:
+            dx = _run_backward(masked, x, mean, inv_std, weight, dbias, sum_dy_xmu, count)
+    return dx, masked if needs[1] else None, dweight, dbias, None, None, None, None, None
+
+
+_run_forward, _run_sums, _run_backward = map(direct, (ops.forward, ops.sums, ops.backward))
+_apply_plain = apply_of("group batch norm", _plain_forward, _plain_backward, _Normalize.backward)
+"""``_Normalize.apply`` of plain calls without a group."""
 
 
 def gradients(
@@ -163,24 +189,26 @@ def group_batch_norm(
         TypeError: a dtype does not fit.
         ValueError: a shape does not fit, or there is a single row in training.
     """
-    refuse_transforms(name, _REMEDY)
+    is_plain = plainness(x, z, weight, bias, running_mean, running_var, num_batches)
+    if not is_plain:
+        refuse_transforms(name, _REMEDY)
     check(name, x, z, {"weight": weight, "bias": bias, "running_mean": running_mean})
-    dtype, channels = statistics_dtype(x.dtype), x.shape[-1]
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     x, z = x.contiguous(), None if z is None else z.contiguous()
-    with torch.no_grad():
-        if from_batch:
-            running = running_mean, running_var, num_batches
-            given = *running, eps, momentum, group, size_of(group), plainness(x, *running)
-            mean, inv_std, count = batch_statistics(name, _KERNELS, x.detach(), (), *given)
-        elif running_mean is None or running_var is None:
-            raise ValueError(f"{name}: there are no running statistics to normalize by.")
-        else:
+    if from_batch:
+        running = running_mean, running_var, num_batches
+        given = *running, eps, momentum, group, 1 if group is None else size_of(group), is_plain
+        mean, inv_std, count = batch_statistics(name, _KERNELS, x.detach(), (), *given)
+    elif running_mean is None or running_var is None:
+        raise ValueError(f"{name}: there are no running statistics to normalize by.")
+    else:
+        with torch.no_grad():
             count, mean = None, exact(running_mean, dtype).clone()
             inv_std = torch.rsqrt(running_var.to(dtype) + eps)
-    w = x.new_ones(channels, dtype=dtype) if weight is None else exact(weight, dtype)
-    b = x.new_zeros(channels, dtype=dtype) if bias is None else exact(bias, dtype)
-    y = _Normalize.apply(x, z, w, b, mean, inv_std, count, relu, group)
-    return y, mean, inv_std
+    w = x.new_ones(x.shape[-1], dtype=dtype) if weight is None else weight.to(dtype).contiguous()
+    b = x.new_zeros(x.shape[-1], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
+    apply = _apply_plain if is_plain and group is None else _Normalize.apply
+    return apply(x, z, w, b, mean, inv_std, count, relu, group), mean, inv_std
 
 
 def frozen(x: Tensor, z: Tensor | None, scale: Tensor, bias: Tensor, relu: bool) -> Tensor:
@@ -197,7 +225,8 @@ def frozen(x: Tensor, z: Tensor | None, scale: Tensor, bias: Tensor, relu: bool)
 
 def check(name: str, x: Tensor, z: Tensor | None, vectors: dict[str, Tensor | None]) -> None:
     """Raise TypeError or ValueError for what :func:`group_batch_norm` does not take."""
-    check_floating(name, "x", x)
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.layout is not torch.strided:
+        check_floating(name, "x", x)
     if x.dim() < 2 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x must be rows of channels, got {list(x.shape)}.")
     if z is not None and (z.shape != x.shape or z.dtype != x.dtype or z.device != x.device):

@@ -116,22 +116,23 @@ class BatchNorm2d_NHWC(_BatchNorm):
         rows = [x, z]
         if self.torch_channels_last:
             rows = [t if t is None else t.movedim(1, -1) for t in rows]
-        y, mean, riv = group_batch_norm(
-            NAME,
-            *rows,
-            self.weight,
-            self.bias,
-            self.running_mean,
-            self.running_var,
-            self.eps,
-            momentum_now(self.momentum, self.num_batches_tracked),
-            self.training,
-            self.fuse_relu,
-            group_of(f"{NAME}: bn_group", self.bn_group) if self.training else None,
-            self.num_batches_tracked,
-        )
-        if self.training:
-            self.minibatch_mean, self.minibatch_riv = mean, riv
+        parameters, buffers = self._parameters, self._buffers
+        try:  # attributes of modules take a while to look up
+            vectors = parameters["weight"], parameters["bias"]
+            running = buffers["running_mean"], buffers["running_var"]
+            batches = buffers["num_batches_tracked"]
+        except KeyError:  # parametrized
+            vectors, running = (self.weight, self.bias), (self.running_mean, self.running_var)
+            batches = self.num_batches_tracked
+        momentum, is_training, group = self.momentum, self.training, None
+        if momentum is None:
+            momentum = momentum_now(momentum, batches)
+        if is_training and self.bn_group != 1:
+            group = group_of(f"{NAME}: bn_group", self.bn_group)
+        given = *rows, *vectors, *running, self.eps, momentum, is_training, self.fuse_relu, group
+        y, mean, riv = group_batch_norm(NAME, *given, batches)
+        if is_training:
+            vars(self).update(minibatch_mean=mean, minibatch_riv=riv)
         return y.permute(0, 3, 1, 2) if self.torch_channels_last else y
 
 

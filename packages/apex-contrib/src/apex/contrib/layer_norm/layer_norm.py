@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import as_rows, autocast_norm, check_floating, exact
+from .._shared.native.plain import plainness
 from .fast_layer_norm import formula
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN", "_fast_layer_norm", "decompositions"]
@@ -79,8 +80,13 @@ class FastLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` ``[..., hidden_size]``."""
-        options, centered = (self.epsilon, self.memory_efficient), self.zero_centered_gamma
-        return _fast_layer_norm(x, self.weight, self.bias, *options, zero_centered_gamma=centered)
+        parameters = self._parameters
+        try:  # attributes of modules take a while to look up
+            vectors = parameters["weight"], parameters["bias"]
+        except KeyError:  # parametrized
+            vectors = self.weight, self.bias
+        options = self.epsilon, self.memory_efficient, self.zero_centered_gamma
+        return _normalize(True, x, *vectors, *options)
 
     def extra_repr(self) -> str:
         return "zero_centered_gamma=True" if self.zero_centered_gamma else ""
@@ -100,14 +106,8 @@ class FastLayerNormFN(NamedFunction):
         zero_centered_gamma: bool = False,
     ) -> Tensor:
         """Normalize ``x`` ``[..., H]`` with ``gamma`` and ``beta`` ``[H]``."""
-        _check(x, gamma, beta, epsilon)
-        dtype = torch.promote_types(x.dtype, gamma.dtype)
-        rows = as_rows(x, 1)
-        call = formula.from_output if memory_efficient else formula.layer_norm
-        options = (float(epsilon), zero_centered_gamma)
-        y = call(exact(rows, dtype), exact(gamma, dtype), exact(beta, dtype), *options)
-        y = y if rows is x else y.reshape(x.shape)
-        return y if y.dtype == gamma.dtype else y.to(gamma.dtype)
+        options = epsilon, memory_efficient, zero_centered_gamma
+        return _normalize(False, x, gamma, beta, *options)
 
 
 def _fast_layer_norm(
@@ -125,10 +125,44 @@ def _fast_layer_norm(
         TypeError: a dtype is not one of those of the class, or weight's and bias's differ.
         ValueError: shapes or devices do not fit, or ``epsilon`` is negative.
     """
-    operands = autocast_norm(x, weight, bias)
-    return FastLayerNormFN.apply(
-        *operands, epsilon, memory_efficient, zero_centered_gamma=zero_centered_gamma
-    )
+    options = epsilon, memory_efficient, zero_centered_gamma
+    return _normalize(True, x, weight, bias, *options)
+
+
+def _normalize(
+    casts: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    epsilon: float,
+    memory_efficient: bool,
+    zero_centered_gamma: bool,
+) -> Tensor:
+    """:func:`_fast_layer_norm`; autocast changes nothing unless ``casts``."""
+    call = formula.from_output if memory_efficient else formula.layer_norm
+    try:
+        if (
+            (answer := plainness(x, weight, bias))
+            and x.dim() > 1
+            and x.shape[-1:] == weight.shape == bias.shape
+            and weight.numel()
+            and not x.is_meta
+            and x.dtype is weight.dtype
+            and type(epsilon) is float
+            and epsilon >= 0.0
+        ):
+            operands = x.contiguous(), weight.contiguous(), bias.contiguous()
+            return call.plain[answer](*operands, epsilon, zero_centered_gamma)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
+        pass
+    if casts:
+        x, weight, bias = autocast_norm(x, weight, bias)
+    _check(x, weight, bias, epsilon)
+    dtype, rows = torch.promote_types(x.dtype, weight.dtype), as_rows(x, 1)
+    options = float(epsilon), zero_centered_gamma
+    y = call(exact(rows, dtype), exact(weight, dtype), exact(bias, dtype), *options)
+    y = y if rows is x else y.reshape(x.shape)
+    return y if y.dtype == weight.dtype else y.to(weight.dtype)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:

@@ -14,6 +14,7 @@ from .._shared.native.composed import plainly
 from .._shared.native.half_products import needs_float32
 from .._shared.native.operands import autocast, exact, is_dtensor, statistics_dtype
 from .._shared.native.philox import draw_seed
+from .._shared.native.plain import plainness
 from .._shared.native.transforms import kernels_serve
 from ..dense_epilogue.layer import dense
 from ..layer_norm.layer_norm import FastLayerNormFN
@@ -51,7 +52,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 def _seed_of(x: Tensor) -> Tensor:
-    if is_dtensor(x):
+    if type(x) is not Tensor and is_dtensor(x):
         raise TypeError(
             "attention: dropout of DTensors would drop the same elements of every shard; pass "
             "local tensors (to_local()), or no dropout."
@@ -133,10 +134,14 @@ def _finish(
     given, heads = (options.mask, options.is_time_mask, options.is_added), options.heads
     keys = queries if keys_values is None else keys_values
     scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
-    if _takes_sdpa(queries, keys, options):
+    is_composed = options.p or options.needs_weights  # as _takes_sdpa() finds, too
+    if not is_composed and _takes_sdpa(queries, keys, options):
         context = attend_without_weights(*parts(queries, keys_values), heads, scale, *given)
         return _linear(_merge(context, batch, heads), w, b), None
-    mask = kernel_mask(*given, (batch, heads, queries.shape[-2], keys.shape[-2]), queries.dtype)
+    mask = None
+    if options.mask is not None:
+        sizes = batch, heads, queries.shape[-2], keys.shape[-2]
+        mask = kernel_mask(*given, sizes, queries.dtype)
     seed = _seed_of(queries) if options.p else None
     option = heads, scale, float(options.p)
     if options.needs_weights:
@@ -148,6 +153,8 @@ def _finish(
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A dense layer whose backward no autocast changes."""
+    if answer := plainness(x, weight, bias):
+        return dense.plain[answer](None, x, weight, bias)
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     return dense(None, x, weight, bias)
@@ -215,6 +222,9 @@ def call(
     Under autocast all tensors are cast to its dtype. On CPUs without products of that dtype the
     function computes in float32, and its results are rounded. ``check`` sees the tensors before.
     """
+    if plainness(*tensors):
+        check(name, options, *tensors)
+        return _call(function, options, *tensors)
     tensors = autocast(*tensors)
     check(name, options, *tensors)
     return plainly(tensors[0], _call, function, options, *tensors)
@@ -222,7 +232,7 @@ def call(
 
 def _call(function: Callable[..., Results], options: Options, *tensors: Tensor | None) -> Results:
     x = tensors[0]
-    if not needs_float32(x, *[t for t in tensors[1:] if t is not None]):
+    if not needs_float32(x, *tensors[1:]):
         return function(options, *tensors)
     output, weights = function(options, *[t if t is None else t.float() for t in tensors])
     return output.to(x.dtype), weights if weights is None else weights.to(x.dtype)

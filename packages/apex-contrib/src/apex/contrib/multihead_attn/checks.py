@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.operands import check_floating
+from .._shared.native.operands import FLOATS, check_floating
 
 __all__ = [
     "check_heads",
@@ -64,7 +64,8 @@ def check_inputs(name: str, heads: int, **inputs: Any) -> None:
     """Raise TypeError or ValueError unless inputs are ``[t, b, e]``, of one dtype and device."""
     first_name, first = next(iter(inputs.items()))
     for argument, x in inputs.items():
-        check_floating(name, argument, x)
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.layout is not torch.strided:
+            check_floating(name, argument, x)
         if x.dim() != 3 or x.shape[1:] != first.shape[1:]:
             shape = "[time, batch, embed_dim]"
             if x is not first and first.dim() == 3:
@@ -84,13 +85,15 @@ def check_parameters(name: str, inputs: Tensor, **parameters: tuple[Tensor | Non
     Raise TypeError or ValueError unless they have the dtype and device of ``inputs`` and the shape
     ``[rows * embed_dim, embed_dim]``, or that of a bias, ``[rows * embed_dim]``.
     """
-    e = inputs.shape[2]
+    e, dtype = inputs.shape[2], inputs.dtype
     for argument, (tensor, rows) in parameters.items():
         if tensor is None and rows < 0:
             continue
         shape = (-rows * e,) if rows < 0 else (rows * e, e)
-        check_floating(name, argument, tensor)
-        if tensor.dtype != inputs.dtype:
+        is_tensor = isinstance(tensor, Tensor)
+        if not is_tensor or tensor.dtype is not dtype or tensor.layout is not torch.strided:
+            check_floating(name, argument, tensor)
+        if tensor.dtype != dtype:
             raise TypeError(
                 f"{name}: {argument} is {tensor.dtype}, but the inputs are {inputs.dtype}; cast "
                 "one, or use autocast."

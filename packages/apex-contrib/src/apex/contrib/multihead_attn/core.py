@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._shared.native.composed import Composed
 from .._shared.native.operands import exact
+from .._shared.native.plain import plainness
 from . import mask_softmax_dropout as ops
 from .weights import mask_softmax, softmax_dropout
 
@@ -127,6 +128,8 @@ def context_of(option: _Option, *tensors: Any) -> Tensor:
             ``[b * heads, sq, d]``, and keys and values ``[2, b * heads, sk, d]``; then mask and
             seed.
     """
+    if answer := plainness(*tensors):
+        return _composed.plain[answer](option, *tensors)
     if torch.compiler.is_compiling():  # compilers find their own passes in the formula
         return _reference(option, *tensors)
     return _composed(option, *tensors)

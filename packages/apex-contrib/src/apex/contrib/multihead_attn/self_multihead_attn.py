@@ -130,7 +130,7 @@ class SelfMultiheadAttn(Attention):
         """
         name = "SelfMultiheadAttn"
         for argument, tensor in (("key", key), ("value", value)):
-            if tensor is not None and not is_same(tensor, query):
+            if tensor is not None and tensor is not query and not is_same(tensor, query):
                 raise ValueError(
                     f"{name}: {argument} must be the tensor query, because both are projected "
                     "from it; use EncdecMultiheadAttn for attention to another tensor."
@@ -142,6 +142,12 @@ class SelfMultiheadAttn(Attention):
             self.num_heads, self.scaling, mask, is_time_mask, is_added, p, need_weights
         )
         function = self_attn_norm_add if self.include_norm_add else self_attn
-        w_in, b_in = self._in_proj()
-        parameters = (w_in, self.out_proj_weight, b_in, self.out_proj_bias)
-        return function(name, options, query, *self._norm(), *parameters)
+        norm = self._norm() if self.include_norm_add else ()
+        own = self._parameters
+        try:  # attributes of modules take a while to look up
+            w_in, b_in = own["in_proj_weight"], own["in_proj_bias"]
+            w_out, b_out = own["out_proj_weight"], own["out_proj_bias"]
+        except KeyError:  # three of them, or parametrized
+            w_in, b_in = self._in_proj()
+            w_out, b_out = self.out_proj_weight, self.out_proj_bias
+        return function(name, options, query, *norm, w_in, w_out, b_in, b_out)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INTEGERS = torch.int32, torch.int64
+
 
 def inside(frames: int, width: int, f_len: Tensor, u_len: Tensor) -> Tensor:
     """Which cells ``[B, frames, width]`` have ``t < f_len`` and ``u < u_len``."""
@@ -34,10 +36,15 @@ def check_lengths(name: str, argument: str, tensor: Any, batch: int) -> None:
         )
 
 
+def are_counts(one: Tensor, other: Tensor) -> bool:
+    """Whether :func:`check_lengths` has nothing to say but of sizes, which operators check."""
+    return one.dim() == other.dim() == 1 and one.dtype in INTEGERS and other.dtype in INTEGERS
+
+
 def check_integers(name: str, argument: str, tensor: Any) -> None:
     """Raise TypeError unless a tensor holds lengths, labels or offsets."""
     dtype = tensor.dtype if isinstance(tensor, Tensor) else None
-    if dtype not in (torch.int32, torch.int64):
+    if dtype not in INTEGERS:
         got = dtype or type(tensor).__name__
         raise TypeError(f"{name}: {argument} must be an int32 or int64 tensor, got {got}.")
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from .._shared.native.formula import Formula
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact, is_dtensor
-from .cells import check_devices, check_lengths
+from .._shared.native.plain import plainness
+from .cells import are_counts, check_devices, check_lengths
 from .transducer_joint import ops, plain
 
 _joint = Formula(
@@ -138,6 +139,21 @@ class TransducerJointFunc(NamedFunction):
         mask_probe: list | None = None,
     ) -> Tensor:
         """See :meth:`TransducerJoint.forward`."""
+        try:
+            if (
+                not (pack_output or dropout)
+                and mask_probe is None
+                and (answer := plainness(f, g, f_len, g_len))
+                and 0 <= dropout_prob < 1
+                and f.dtype is g.dtype
+                and are_counts(f_len, g_len)
+                and not f.is_meta
+            ):
+                numbers = f_len.long().contiguous(), g_len.long().contiguous(), None, None
+                given = f.contiguous(), g.contiguous(), *numbers, 0, bool(relu), 1.0
+                return _joint.plain[answer](*given)
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
+            pass
         _check_probability(dropout_prob)
         packed = (batch_offset, packed_batch) if pack_output else None
         numbers, ends, rows = _checked(f, g, f_len, g_len, packed)

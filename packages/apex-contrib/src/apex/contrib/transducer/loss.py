@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from .._shared.native.formula import Formula
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact, is_dtensor
-from .cells import check_devices, check_integers, check_lengths
+from .._shared.native.plain import plainness
+from .cells import INTEGERS, are_counts, check_devices, check_integers, check_lengths
 from .transducer_loss import ops, plain
 
 __all__ = ["TransducerLoss", "TransducerLossFunc", "decompositions"]
@@ -105,6 +106,21 @@ class TransducerLoss(nn.Module):
                 would wait for the device, the loss of that sample is NaN, and nothing is read out
                 of bounds.
         """
+        try:
+            if (
+                not self.packed_input
+                and debug_list is None
+                and (answer := plainness(x, label, f_len, y_len))
+                and x.dim() == 4
+                and label.dtype in INTEGERS
+                and are_counts(f_len, y_len)
+                and not x.is_meta
+            ):
+                lengths = f_len.long().contiguous(), y_len.long().contiguous()
+                given = x.contiguous(), label.long().contiguous(), *lengths, None
+                return _loss.plain[answer](*given, blank_idx, x.shape[1], True).to(x.dtype)
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
+            pass
         packed = (batch_offset, max_f_len) if self.packed_input else None
         arguments = arguments_of(x, label, f_len, y_len, blank_idx, packed)
         if debug_list is not None and len(debug_list) == 0:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .._shared.native.operands import FLOATS
 from ..fused_layer_norm.checks import check_operands
+
+
+def are_right(x: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> bool:
+    """Whether plain tensors, or None, have one dtype, and :func:`check_add_operands` is silent."""
+    if x is None or residual is None or weight is None or type(eps) is not float:
+        return False
+    shape, kind = x.shape[-1:], (x.dtype, x.device)
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (shape, *kind):
+        return False
+    if kind != (residual.dtype, residual.device) or kind != (weight.dtype, weight.device):
+        return False
+    fits = x.dim() > 1 and x.shape == residual.shape and shape == weight.shape
+    return fits and x.dtype in FLOATS and x.layout is torch.strided and 0.0 <= eps < math.inf
 
 
 def check_add_operands(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._shared.native.plain import plainness
 from ..fused_layer_norm.checks import rms_eps
-from .checks import check_add_operands
+from .checks import are_right, check_add_operands
 from .formulas import add_layer_norm, add_rms_norm, run
 
 
@@ -60,6 +61,13 @@ def fused_add_layer_norm(
         >>> y.shape
         torch.Size([4, 64])
     """
+    if (answer := plainness(x, residual, weight, bias)) and are_right(
+        x, residual, weight, bias, eps
+    ):
+        vectors = weight.contiguous(), bias if bias is None else bias.contiguous()
+        given = *vectors, weight.numel(), eps, zero_centered_gamma
+        y, total = add_layer_norm.plain[answer](x.contiguous(), residual.contiguous(), *given)
+        return (y, total) if prenorm else y
     check_add_operands("fused_add_layer_norm", x, residual, weight, bias, eps)
     y, total = run(add_layer_norm, x, residual, (weight, bias), eps, zero_centered_gamma)
     return (y, total) if prenorm else y
@@ -86,7 +94,11 @@ def fused_add_rms_norm(
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
-    eps = rms_eps(x, eps)
+    eps = rms_eps(x, eps) if eps is None else eps
+    if (answer := plainness(x, residual, weight)) and are_right(x, residual, weight, None, eps):
+        given = weight.contiguous(), weight.numel(), eps, zero_centered_gamma
+        y, total = add_rms_norm.plain[answer](x.contiguous(), residual.contiguous(), *given)
+        return (y, total) if prenorm else y
     check_add_operands("fused_add_rms_norm", x, residual, weight, None, eps)
     y, total = run(add_rms_norm, x, residual, (weight,), eps, zero_centered_gamma)
     return (y, total) if prenorm else y

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._shared.native.operands import check_floating, statistics_dtype
+from .._shared.native.operands import FLOATS, check_floating, statistics_dtype
 
 NAME = "SyncBatchNorm"
 
@@ -87,7 +87,8 @@ def check_operands(
             f"{NAME}: input must have a batch and a channel dimension, got shape "
             f"{list(input.shape)}."
         )
-    check_floating(NAME, "input", input)
+    if input.dtype not in FLOATS or input.layout is not torch.strided:
+        check_floating(NAME, "input", input)
     shape, dtype = input.shape, input.dtype
     channels = shape[-1] if channel_last else shape[1]
     for name, vector in vectors.items():

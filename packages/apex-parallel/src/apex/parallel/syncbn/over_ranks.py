@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.autograd import Function
 
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
-from .._shared.native.plain import apply_of, plainness
+from .._shared.native.plain import WITH_GRADIENT, apply_of, direct, plainness
 from .._shared.native.rank_statistics import batch_statistics, reduce_sums
 from .._shared.native.transforms import refuse_transforms
 from .arrange import (
@@ -75,69 +76,93 @@ class SyncBatchnormFunction(Function):
         """
         if not (plain := plainness()):
             refuse_batch_norm_transforms()
-        channel_last = channel_last or input.dim() == 2
-        vectors = {
-            "weight": weight,
-            "bias": bias,
-            "running_mean": running_mean,
-            "running_variance": running_variance,
-        }
-        channels = check_operands(input, z, vectors, channel_last)
-        layout = ctx.layout = arrangement_of(input, channel_last)
-        x, added = layout.arrange(input), None if z is None else layout.arrange(z)
-        if track_running_stats:
-            ranks = ctx.ranks = group_size(process_group)
-            mean, inv_std, count = batch_statistics(
-                NAME,
-                KERNELS,
-                x,
-                (layout.channel_last,),
-                running_mean,
-                running_variance,
-                num_batches,
-                eps,
-                momentum,
-                process_group,
-                ranks,
-                plain,
-            )
-        else:
-            mean, inv_std = given_statistics(running_mean, running_variance, eps, x.dtype)
-            count = None
-        w, b = affine_vectors(x, channels, weight, bias)
-        out = batchnorm_forward(x, added, mean, inv_std, w, b, layout.channel_last, fuse_relu)
-        copy = copy_of(input, x, layout)
-        relu_operands = (bias, added) if fuse_relu else (None, None)
-        ctx.save_for_backward(input, copy, weight, mean, inv_std, count, *relu_operands)
-        ctx.process_group, ctx.fuse_relu = process_group, fuse_relu
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return layout.output(out)
+        vectors = weight, bias, running_mean, running_variance
+        options = eps, track_running_stats, momentum, process_group, channel_last, fuse_relu
+        return _normalize(plain, ctx, input, z, *vectors, *options, num_batches)
 
     @staticmethod
     @once_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, z, weight and bias; the latter two of this rank's elements alone."""
-        input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
-        x = ctx.layout.arrange(input) if copy is None else copy
-        dy = ctx.layout.arrange(grad_output.to(x.dtype))
-        channel_last = ctx.layout.channel_last
-        w, b = affine_vectors(x, mean.numel(), weight, bias)
-        if ctx.fuse_relu:
-            dy = relu_bw(dy, x, added, mean, inv_std, w, b, channel_last)
-        sum_dy, sum_dy_xmu, grad_weight = reduce_bn(dy, x, mean, inv_std, channel_last)
-        grad_input = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = ctx.layout.restore(
-                input_gradient(dy, x, mean, inv_std, w, sum_dy, sum_dy_xmu, count, ctx)
-            )
-        grad_weight = grad_weight.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        if ctx.needs_input_grad[3]:
-            grad_bias = sum_dy.to(ctx.bias_dtype)
-        grad_z = ctx.layout.restore(dy) if ctx.needs_input_grad[1] else None
-        return grad_input, grad_z, grad_weight, grad_bias, *[None] * 9
+        return _gradients(reduce_bn, batchnorm_backward, ctx, grad_output)
 
 
-apply_plain = apply_of(SyncBatchnormFunction)
+def _normalize(plain: int, ctx: Any, input: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
+    weight, bias, running_mean, running_variance, eps, from_batch, momentum, group, *rest = rest
+    channel_last, fuse_relu, num_batches = rest
+    channel_last = channel_last or input.dim() == 2
+    vectors = {
+        "weight": weight,
+        "bias": bias,
+        "running_mean": running_mean,
+        "running_variance": running_variance,
+    }
+    channels = check_operands(input, z, vectors, channel_last)
+    layout = ctx.layout = arrangement_of(input, channel_last)
+    moves, last = layout.moved or layout.flattened is not None, layout.channel_last
+    x = layout.arrange(input) if moves else input.contiguous()
+    added, count = None if z is None else layout.arrange(z), None
+    if from_batch:
+        ranks = ctx.ranks = group_size(group)
+        given = running_mean, running_variance, num_batches, eps, momentum, group, ranks, plain
+        mean, inv_std, count = batch_statistics(NAME, KERNELS, x, (last,), *given)
+    else:
+        mean, inv_std = given_statistics(running_mean, running_variance, eps, x.dtype)
+    if weight is None or bias is None:
+        w, b = affine_vectors(x, channels, weight, bias)
+    else:
+        w, b = weight.to(mean.dtype).contiguous(), bias.to(mean.dtype).contiguous()
+    run = _run_forward if plain else batchnorm_forward
+    out = run(x, added, mean, inv_std, w, b, last, fuse_relu)
+    kept = input, None if x is input else copy_of(input, x, layout), weight, mean, inv_std, count
+    kept = (*kept, *((bias, added) if fuse_relu else (None, None)))
+    if plain:
+        ctx.to_save = kept  # as save_for_backward() does
+    else:
+        ctx.save_for_backward(*kept)
+    ctx.process_group, ctx.fuse_relu = group, fuse_relu
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    return layout.output(out) if moves else out
+
+
+def _gradients(
+    run_sums: Any, run_backward: Any, ctx: Any, grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
+    layout, needs = ctx.layout, ctx.needs_input_grad
+    moves, last = layout.moved or layout.flattened is not None, layout.channel_last
+    dy = grad_output.to(input.dtype)
+    dy = layout.arrange(dy) if moves else dy.contiguous()
+    x = copy
+    if copy is None:
+        x = layout.arrange(input) if moves else input
+    w = torch.ones_like(mean) if weight is None else weight.to(mean.dtype).contiguous()
+    if ctx.fuse_relu:
+        b = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype).contiguous()
+        dy = relu_bw(dy, x, added, mean, inv_std, w, b, last)
+    sum_dy, sum_dy_xmu, grad_weight = run_sums(dy, x, mean, inv_std, last)
+    dx = grad_bias = None
+    if needs[0]:
+        sums = sum_dy, sum_dy_xmu
+        if count is None or ctx.ranks > 1:
+            dx = input_gradient(dy, x, mean, inv_std, w, *sums, count, ctx)
+        else:
+            dx = run_backward(dy, x, mean, inv_std, w, *sums, count, last)
+        dx = layout.restore(dx) if moves else dx
+    grad_weight = grad_weight.to(weight.dtype) if needs[2] else None
+    if needs[3]:
+        grad_bias = sum_dy.to(ctx.bias_dtype)
+    dz = layout.restore(dy) if needs[1] else None
+    return dx, dz, grad_weight, grad_bias, *[None] * 9
+
+
+_run_forward = direct(batchnorm_forward)
+apply_plain = apply_of(
+    SyncBatchnormFunction.__name__,
+    functools.partial(_normalize, WITH_GRADIENT),
+    once_only(functools.partial(_gradients, direct(reduce_bn), direct(batchnorm_backward))),
+    SyncBatchnormFunction.backward,
+)
 """``SyncBatchnormFunction.apply`` of plain calls, with all arguments."""
 
 

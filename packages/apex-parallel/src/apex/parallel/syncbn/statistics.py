@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from .._shared.native.plain import direct
 from .._shared.native.rank_statistics import BatchKernels
 from . import ops
 from .arrange import NAME
 
-KERNELS = BatchKernels(ops.batch_statistics, ops.welford_mean_var, ops.welford_parallel)
+KERNELS = BatchKernels(
+    ops.batch_statistics,
+    direct(ops.batch_statistics),
+    ops.welford_mean_var,
+    ops.welford_parallel,
+)
 _HAS_RANKS = dist.is_available()  # a fact of how torch was built
 
 
@@ -18,7 +24,7 @@ def group_size(process_group: dist.ProcessGroup | None) -> int:
     Raises:
         ValueError: this rank is not in the group.
     """
-    if not (_HAS_RANKS and dist.is_initialized()):
+    if not _HAS_RANKS or dist.group.WORLD is None:  # is_initialized() without its frame
         return 1
     size = dist.get_world_size(process_group)
     if size < 1:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ...parallel._shared.native.named_functions import NamedFunction
+from ...parallel._shared.native.plain import plainness
 from . import checked_rope
+from .rotary_embedding import rotary_embedding
 
 __all__ = [
     "AITER_ROPE_BACKEND",
@@ -101,6 +103,20 @@ def fused_apply_rotary_pos_emb_cached(
         t, transpose_output_memory: as there.
         cos_, sin_: ``[sequence or more, 1, 1, d2]``, float32 or the dtype of ``t``.
     """
+    try:
+        if (
+            (answer := plainness(t, cos_, sin_))
+            and t.dim() == cos_.dim() == 4
+            and cos_.shape == sin_.shape
+            and cos_.shape[1] == cos_.shape[2] == 1
+            and not t.is_meta
+        ):
+            cos = cos_.detach().flatten(0, 2).contiguous()
+            sin = sin_.detach().flatten(0, 2).contiguous()
+            given = t.permute(1, 2, 0, 3), cos, sin, None, not transpose_output_memory
+            return rotary_embedding.plain[answer](*given).permute(2, 0, 1, 3)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
+        pass
     name = "fused_apply_rotary_pos_emb_cached"
     cos = checked_rope.table(name, "cos_", t, cos_)
     sin = checked_rope.table(name, "sin_", t, sin_)

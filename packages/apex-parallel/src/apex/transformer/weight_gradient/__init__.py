@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...parallel._ops import library
-from ...parallel._shared.native.blaslt import is_done, may_serve
+from ...parallel._shared.native.blaslt import log_refusal, may_serve
 
 __all__ = ["add_weight_gradient"]
 
@@ -27,4 +27,7 @@ def add_weight_gradient(x: Tensor, dy: Tensor, main_grad: Tensor) -> bool:
     """``main_grad += dy.T @ x`` if the library serves, and whether it did."""
     if not may_serve(x, dy, main_grad) or dy.numel() == 0:
         return False
-    return is_done("weight gradient", add_weight_gradient_blaslt(x, dy, main_grad))
+    outcome = add_weight_gradient_blaslt(x, dy, main_grad)
+    if outcome:
+        log_refusal("weight gradient", outcome)
+    return not outcome
