@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -148,14 +149,20 @@ def build(session):
         session.log("dist/ is up to date")
         return
     install(session, f"torch=={TORCH}", "hatchling", "ninja", *RELEASE_TOOLS)
-    for package in stale:
+
+    def make(package):
         for old in workspace.artifacts(package, "*"):
             old.unlink()
         command = ["python", "-m", "build", "--no-isolation", "--outdir", str(DIST)]
         session.run(*command, f"packages/{package}", env=BUILDING | COMPILING)
         made = map(str, workspace.artifacts(package, "*.whl"))
         session.run("python", "ci/check_wheel.py", "--local", *made)
-        workspace.record_built(package, BUILDING)
+        return package
+
+    # Two at a time: while one packs, checks or waits for its last file, the other compiles.
+    with ThreadPoolExecutor(2) as pool:
+        for package in pool.map(make, stale):
+            workspace.record_built(package, BUILDING)
 
 
 @nox.session
