@@ -4,13 +4,14 @@ import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from ci import cover, dirty, stages, workspace
+from ci import cover, samples, stages, workspace
 from ci.hosts import network
 from ci.workspace import DIST, MATRIX, PACKAGES, ROOT
 
@@ -148,14 +149,20 @@ def build(session):
         session.log("dist/ is up to date")
         return
     install(session, f"torch=={TORCH}", "hatchling", "ninja", *RELEASE_TOOLS)
-    for package in stale:
+
+    def make(package):
         for old in workspace.artifacts(package, "*"):
             old.unlink()
         command = ["python", "-m", "build", "--no-isolation", "--outdir", str(DIST)]
         session.run(*command, f"packages/{package}", env=BUILDING | COMPILING)
         made = map(str, workspace.artifacts(package, "*.whl"))
         session.run("python", "ci/check_wheel.py", "--local", *made)
-        workspace.record_built(package, BUILDING)
+        return package
+
+    # Two at a time: while one packs, checks or waits for its last file, the other compiles.
+    with ThreadPoolExecutor(2) as pool:
+        for package in pool.map(make, stale):
+            workspace.record_built(package, BUILDING)
 
 
 @nox.session
@@ -195,11 +202,10 @@ TESTED = [*PACKAGES, "together"]
 def tests(session, package):
     """Install one wheel alone and run its package's tests; then all five, and the rest."""
     if package == "together":
-        run_together(session)
+        run_together(session, *samples.of("together"))
         return
     install_wheels(session, [package], "pytest-xdist")
-    sample = dirty.sample_of(package) if SAMPLES else []
-    pytest(session, f"packages/{package}/tests", *sample, *PARALLEL)
+    pytest(session, f"packages/{package}/tests", *samples.of(package), *PARALLEL)
 
 
 def run_together(session, *sample, builds=False):
@@ -215,7 +221,7 @@ def run_together(session, *sample, builds=False):
 @stages.timed
 def compiling(session):
     """Run the tests that compile: engines at every ISA level, planted faults, a new op."""
-    run_together(session, *(dirty.sample_of_compiling() if SAMPLES else []), builds=True)
+    run_together(session, *samples.of("compiling"), builds=True)
 
 
 @nox.session(requires=["build"], tags=["ci"])
@@ -223,8 +229,7 @@ def compiling(session):
 def examples(session):
     """Run the examples' tests, with torchvision beside all five wheels."""
     install_wheels(session, PACKAGES, "pytest-xdist", *EXAMPLE_REQUIREMENTS, local_links=False)
-    sample = dirty.sample_of("examples") if SAMPLES else []
-    pytest(session, "docs/examples", *sample, *ONE_THREAD)
+    pytest(session, "docs/examples", *samples.of("examples"), *ONE_THREAD)
     discard(session)
 
 
@@ -246,21 +251,12 @@ MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python
 @stages.timed
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
-    between = workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
-    is_between = (run := (session.python, torch)) in between
-    if SAMPLES and is_between and run != workspace.drawn_run(between, dirty.seed()):
-        stages.note("left out: of the runs between oldest and newest, one is drawn by lot")
+    run = (session.python, torch), workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
+    if samples.leaves_out(*run):
         return
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
     install_wheels(session, PACKAGES, "pytest-xdist", "setuptools", torch=torch)
-    # All of it ran on one torch in `tests`. Here a case or two of every test function run on the
-    # oldest and the newest torch, and between them, by turns, one case of every other function.
-    # In .ci/run, the oldest and the newest have half of the functions each, too, by lot.
-    cases = "1" if SAMPLES or is_between else "2"
-    sample = ["-p", "ci.sampling", "--cases-per-test", cases]
-    if SAMPLES or is_between:
-        sample += ["--share", workspace.share(run, between, dirty.seed())]
-    stages.note(" ".join(sample[2:]))
+    sample = samples.of_run(*run)
     pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
     discard(session)
 

@@ -1,7 +1,4 @@
-"""Which packages changed since a base commit: CI tests these in full, and samples the rest.
-
-What all packages share, kernels' headers among it, is tested by more cases of every function of
-all packages: in full, they take a quarter of an hour.
+"""What changed since a base commit; ci/samples.py and ci/cover.py say what CI takes of the rest.
 
 The base is ``CI_BASE``, by default the newest commit more than four hours older than HEAD, which is
 about a piece of work. Files that are not committed count too. Where git cannot tell (no history, a
@@ -12,41 +9,13 @@ import os
 import subprocess
 from pathlib import Path
 
-from ci import stages
 from ci.workspace import PACKAGES, ROOT
 
 LATELY = 4 * 3600
 SHARED = "shared"
 EVERYTHING = frozenset([*PACKAGES, "examples", SHARED])
-CASES, CASES_OF_SHARED = 2, 8  # of each test function
-CASES_OF_COMPILING = 8  # all of them take 13 minutes of a core
 # What `changed_files` raises where git cannot tell.
 UNKNOWN = (LookupError, OSError, ValueError, subprocess.CalledProcessError)
-
-
-def cases(package: str, changed: frozenset[str]) -> int | None:
-    """Return how many cases of each of a package's test functions run; None: all."""
-    if package in changed:
-        return None
-    return CASES_OF_SHARED if SHARED in changed else CASES
-
-
-def sample_of(package: str) -> list[str]:
-    """Return pytest's options that sample the tests of what is unchanged, and note it."""
-    if (taken := cases(package, changed())) is None:
-        return []
-    stages.note(f"{package} itself did not change lately: {taken} cases of each test")
-    return _sampled(taken)
-
-
-def sample_of_compiling() -> list[str]:
-    """Return pytest's options that sample the tests that compile, and note it."""
-    stages.note(f"{CASES_OF_COMPILING} cases of each test")
-    return _sampled(CASES_OF_COMPILING)
-
-
-def _sampled(cases: int) -> list[str]:
-    return ["-p", "ci.sampling", "--cases-per-test", str(cases), "--sample-seed", seed()]
 
 
 def changed(root: Path = ROOT, base: str | None = None) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 pytest -p ci.sampling --cases-per-test 4
 pytest -p ci.sampling --cases-per-test 1 --share 1/2
+pytest -p ci.sampling --cases-per-test 2 --whole tests/test_changed.py
 pytest -p ci.sampling --cases-per-test 3 --every-shape 0
 
 For runs that repeat on another torch or Python what was tested in full on one: there, another
@@ -20,6 +21,7 @@ import random
 import re
 import zlib
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,13 @@ def pytest_addoption(parser):
         help="keep a case of every shape, even beyond --cases-per-test; 0 or 1: which dtype begins",
     )
     parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the functions")
+    parser.addoption(
+        "--whole",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="run all tests of FILE, and draw from the other files' alone; repeat for several",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -66,7 +75,9 @@ def pytest_collection_modifyitems(config, items):
     )
     if turn is not None:
         drawn = (of_every_shape(group, turn) or spread(group, limit) for group in cases.values())
+    whole = {Path(file).resolve() for file in config.getoption("--whole")}
     kept = {item for group in drawn for item in group}
+    kept |= {item for item in items if item.path in whole}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -6,7 +6,7 @@ complaint too. Each rule takes the files and its accepted exceptions, and yields
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ci.workspace import tomllib
@@ -137,10 +137,18 @@ def import_graph(root: Path, files: list[Path]) -> dict[str, set[str]]:
     return {name: imported(name, file, set(modules)) for name, file in modules.items()}
 
 
-def imported(name: str, file: Path, modules: set[str]) -> set[str]:
+def at_top(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes outside functions, `if TYPE_CHECKING` included."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield node
+            yield from at_top(node)
+
+
+def imported(name: str, file: Path, modules: set[str], nodes: Callable = at_top) -> set[str]:
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
     found = set()
-    for node in at_top(ast.parse(file.read_text())):
+    for node in nodes(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -149,14 +157,6 @@ def imported(name: str, file: Path, modules: set[str]) -> set[str]:
             deeper = {f"{source}.{alias.name}" for alias in node.names}
             found |= {inner if inner in modules else source for inner in deeper}
     return (found & modules) - {name}
-
-
-def at_top(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes outside functions, `if TYPE_CHECKING` included."""
-    for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield node
-            yield from at_top(node)
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:

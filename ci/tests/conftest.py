@@ -1,6 +1,7 @@
 """Wheels of sources, built once for all tests, and a fresh environment for each."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,5 +19,7 @@ def source_wheels(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def environment(tmp_path) -> Environment:
-    return Environment(tmp_path / "venv")
+def environment(tmp_path) -> Iterator[Environment]:
+    environment = Environment(tmp_path / "venv")
+    yield environment
+    environment.close()

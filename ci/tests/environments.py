@@ -14,13 +14,14 @@ from ci.workspace import PACKAGES, ROOT, files
 NO_KERNELS = {"APEX_BUILD_CPP_OPS": "0", "APEX_BUILD_CUDA_OPS": "0"}
 
 # Runs each statement in a process of its own, forked after torch is imported, because importing
-# torch takes a hundred times as long as what is tested. Prints "ok" or the exception for each.
+# torch takes a hundred times as long as what is tested. Answers each line, a JSON string, with
+# another: "ok" or the exception.
 PROBE = """
 import json, os, sys, warnings
 import torch
 warnings.simplefilter("error", RuntimeWarning)
-results = []
-for statement in sys.argv[1:]:
+for line in sys.stdin:
+    statement = json.loads(line)
     read, write = os.pipe()
     if not os.fork():
         try:
@@ -32,9 +33,8 @@ for statement in sys.argv[1:]:
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        results.append(pipe.read())
+        print(json.dumps(pipe.read()), flush=True)
     os.wait()
-print(json.dumps(results))
 """
 
 
@@ -64,6 +64,7 @@ class Environment:
 
     def __init__(self, folder: Path, *, is_empty: bool = False):
         self.folder = folder
+        self._probe = None
         self.python = folder / "bin" / "python"
         run("uv", "venv", "--quiet", "--python", sys.executable, folder)
         (self.site,) = folder.glob("lib/python*/site-packages")
@@ -84,16 +85,32 @@ class Environment:
                     target.symlink_to(entry)
 
     def install(self, *wheels: Path) -> None:
+        self.close()
         pip = ("uv", "pip", "install", "--quiet", "--no-deps", "--python", self.python)
         run(*pip, *wheels, env={"UV_NO_CACHE": "1"})
 
     def uninstall(self, *packages: str) -> None:
+        self.close()
         run("uv", "pip", "uninstall", "--quiet", "--python", self.python, *packages)
 
     def results(self, *statements: str) -> list[str]:
         """Return "ok", or type and text of the exception, for each statement."""
-        done = run(self.python, "-c", PROBE, *statements, cwd=self.folder)
-        return json.loads(done.stdout)
+        if self._probe is None:  # kept until something is installed or gone
+            command, pipe = [str(self.python), "-c", PROBE], subprocess.PIPE
+            self._probe = subprocess.Popen(
+                command, cwd=self.folder, stdin=pipe, stdout=pipe, text=True
+            )
+        answers = []
+        for statement in statements:
+            print(json.dumps(statement), file=self._probe.stdin, flush=True)
+            answers.append(json.loads(self._probe.stdout.readline()))
+        return answers
+
+    def close(self) -> None:
+        """End the process that runs statements; the next one finds what is installed then."""
+        if self._probe is not None:
+            self._probe.communicate(timeout=60)
+            self._probe = None
 
 
 def build_wheel(package: Path, output: Path, env=None, *, target="wheel") -> Path:

@@ -83,20 +83,6 @@ def test_what_a_file_affects(file, found):
     assert dirty.affected([file]) == found
 
 
-@pytest.mark.parametrize(
-    ("changed", "cases"),
-    [
-        (set(), 2),
-        ({"apex-contrib", "examples"}, 2),
-        ({"shared", "examples"}, 8),
-        ({"shared", "apex-amp"}, None),
-        (dirty.EVERYTHING, None),
-    ],
-)
-def test_cases(changed, cases):
-    assert dirty.cases("apex-amp", frozenset(changed)) == cases
-
-
 def test_everything_where_git_cannot_tell(repository, tmp_path_factory, monkeypatch):
     root, commit, _, run = repository
     assert dirty.changed(root) == dirty.EVERYTHING  # the only commit

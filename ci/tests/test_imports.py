@@ -53,6 +53,7 @@ def loaded(tmp_path_factory, source_wheels):
     environment = Environment(tmp_path_factory.mktemp("imports") / "venv")
     environment.install(*source_wheels.values())
     answers = environment.results(*(LOADED.format(statement=s) for s in MODULES))
+    environment.close()
     return {
         statement: json.loads(answer.removeprefix("Exception: "))
         for statement, answer in zip(MODULES, answers, strict=True)

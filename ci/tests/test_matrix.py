@@ -2,6 +2,7 @@
 
 import pytest
 
+from ci import samples
 from ci.workspace import MATRIX, drawn_run, matrix_runs, runs_between, share
 
 TORCHES = MATRIX["torch"]["versions"]
@@ -40,3 +41,59 @@ def test_the_oldest_and_the_newest_torch_share_all_functions():
     halves = [(share(oldest, between, str(i)), share(newest, between, str(i))) for i in range(40)]
     assert set(halves) == {("1/2", "2/2"), ("2/2", "1/2")}
     assert {share(run, between, "any") for run in between} == {"1/2", "2/2"}
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """In .ci/run, with what has changed and the commit; gives the notes."""
+    notes = []
+    monkeypatch.setenv("APEX_CI_SAMPLE", "1")
+    monkeypatch.setattr(samples.stages, "note", notes.append)
+
+    def set_(changed, commit):
+        monkeypatch.setattr(samples.dirty, "changed", lambda: frozenset(changed))
+        monkeypatch.setattr(samples.dirty, "seed", lambda: commit)
+        return notes
+
+    return set_
+
+
+@pytest.mark.parametrize(("changed", "parts"), [({"shared"}, 2), ({"apex-contrib"}, 4)])
+def test_shares_of_a_run(sampled, changed, parts):
+    between = runs_between(runs := matrix_runs("3.11", lambda python: True), "3.11")
+    oldest, newest = [run for run in runs if run not in between]
+    seen = set()
+    for i in range(60):
+        notes = sampled(changed, f"commit {i}")
+        options = [samples.of_run(run, between) for run in (oldest, newest)]
+        assert notes[-2:] == [" ".join(each[2:]) for each in options]
+        assert {each[each.index("--cases-per-test") + 1] for each in options} == {"1"}
+        numbers, counts = zip(*(each[-1].split("/") for each in options), strict=True)
+        assert len(set(numbers)) == 2
+        assert counts == (str(parts),) * 2
+        seen |= set(numbers)
+    assert seen == {str(i + 1) for i in range(parts)}
+
+
+def test_runs_that_are_left_out(sampled):
+    between = runs_between(runs := matrix_runs("3.11", lambda python: True), "3.11")
+    ends = [run for run in runs if run not in between]
+    notes = sampled({"shared"}, "commit 1")
+    left = [samples.leaves_out(run, between) for run in between]
+    assert left.count(False) == 1
+    assert len(notes) == len(between) - 1
+    sampled({"apex-contrib", "examples"}, "commit 1")
+    assert all(samples.leaves_out(run, between) for run in between)
+    assert not any(samples.leaves_out(run, between) for run in ends)
+
+
+def test_all_runs_where_nobody_asks_for_a_sample(monkeypatch):
+    monkeypatch.delenv("APEX_CI_SAMPLE", raising=False)
+    between = runs_between(runs := matrix_runs("3.11", lambda python: True), "3.11")
+    assert not any(samples.leaves_out(run, between) for run in runs)
+    options = {run: samples.of_run(run, between) for run in runs}
+    for run, words in options.items():
+        if run in between:
+            assert words[2:] == ["--cases-per-test", "1", "--share", share(run, between, "")]
+        else:
+            assert words[2:] == ["--cases-per-test", "2"]

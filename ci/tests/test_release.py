@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
 from environments import NO_KERNELS, PACKAGES, copy_checkout
@@ -13,14 +15,20 @@ from ci.release import ReleaseError
 HEADER = "shared_csrc/include/apex/core/config.h"
 
 
-@pytest.fixture
-def root(tmp_path):
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
     """A checkout of its own, with all of this one committed and no tag."""
-    copy = copy_checkout(tmp_path / "checkout")
+    copy = copy_checkout(tmp_path_factory.mktemp("committed") / "checkout")
     for name in ("user.name", "user.email"):
         release.git(copy, "config", name, "tester@localhost")
     save(copy, "all")
     return copy
+
+
+@pytest.fixture
+def root(committed, tmp_path):
+    """A copy of it for one test."""
+    return Path(shutil.copytree(committed, tmp_path / "checkout", symlinks=True))
 
 
 def save(root, message):

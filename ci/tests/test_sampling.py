@@ -131,3 +131,17 @@ def test_a_seed_draws_the_same_cases_again_and_others_in_time():
     drawn = {case for seed in range(200) for case in draw(group, 2, f"{seed}")}
     assert drawn == set(group)
     assert draw([1], 2, "a") == [1]
+
+
+def test_whole_files_are_not_sampled(tmp_path):
+    slow = MODULE.replace("def test_one", "@pytest.mark.slow\ndef test_one")
+    for name in ("test_changed.py", "test_other.py"):
+        (tmp_path / name).write_text(slow)
+    options = ["-p", "ci.sampling", "--cases-per-test", "2", "--share", "1/2"]
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", *options, "-s", tmp_path]
+    command += ["--whole", tmp_path / "test_changed.py"]
+    found = run(*command, env={"PYTHONPATH": str(ROOT)}).stdout
+    changed, _, other = found.partition("test_other.py")
+    assert len(set(re.findall(r"ran many (\d+)", changed))) == 100
+    assert "ran one" in changed
+    assert len(re.findall("ran", other)) in (0, 2)

@@ -27,9 +27,10 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def _start(self):
-        # A server forked from a fresh interpreter: no threads to inherit, torch imported once.
+        # A server forked from a fresh interpreter: no threads to inherit, torch imported once, and
+        # what optimizers and DTensors import at their first call: a second of each process.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+        context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.tensor"])
         init_file = self._folder / f"init_{self.world_size}_{next(self._counter)}"
         for rank in range(self.world_size):
             here, there = context.Pipe()

@@ -19,7 +19,7 @@ from apex.transformer.pipeline_parallel import get_forward_backward_func, utils
 from apex_testkit.model_parallel import model_parallel
 from apex_testkit.ranks import Ranks
 
-TIMEOUT_S = 5  # of the groups if a stage sleeps; otherwise it is 60, and not needed
+TIMEOUT_S = 2  # of the groups if a stage sleeps; otherwise it is 60, and not needed
 SOON_S = 40  # an error comes before this, on a busy machine too
 FAULTS = "killed", "asleep", "raises", "another shape", "other arguments"
 MICROBATCHES = 8
