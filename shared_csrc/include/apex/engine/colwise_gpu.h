@@ -232,6 +232,19 @@ void merge_partials(const Context& context, int64_t splits, int64_t columns, con
   context.check_launch("colwise_merge");
 }
 
+// run(partials) for a kernel that sums splits: with null where one split is all, and merged after.
+template <class Context, class Program, class Run>
+void in_splits(const Context& context, int64_t splits, int64_t columns, const Program& program,
+               const Run& run) {
+  double* partials = nullptr;
+  if (splits > 1) {
+    partials =
+        static_cast<double*>(context.workspace(splits * Program::kSums * columns * sizeof(double)));
+  }
+  run(partials);
+  if (splits > 1) merge_partials(context, splits, columns, partials, program);
+}
+
 // Tiles along the rows: of very many rows more, for no chain of roundings is long.
 inline int64_t column_splits(int64_t rows) {
   const int64_t most = std::clamp<int64_t>(rows / kColwiseLongest, kColwiseSplits, 65535);
@@ -261,16 +274,11 @@ template <int N, class Context, class Program>
 void launch_column_packs(const Context& context, int64_t rows, int64_t columns,
                          const Program& program) {
   const TileShape shape(rows, columns, N);
-  const int64_t splits = shape.splits();
-  double* partials = nullptr;
-  if (splits > 1) {
-    partials =
-        static_cast<double*>(context.workspace(splits * Program::kSums * columns * sizeof(double)));
-  }
-  launch<column_packs<Program, N>>(shape.grid(1), dim3(kTileThreads), 0, context.stream(), shape,
-                                   partials, program);
-  context.check_launch("column_packs");
-  if (splits > 1) merge_partials(context, splits, columns, partials, program);
+  in_splits(context, shape.splits(), columns, program, [&](double* partials) {
+    launch<column_packs<Program, N>>(shape.grid(1), dim3(kTileThreads), 0, context.stream(), shape,
+                                     partials, program);
+    context.check_launch("column_packs");
+  });
 }
 
 template <class Context, ColumnProgram Program>
@@ -290,17 +298,13 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
   using T = typename Program::value_type;
   if (columns == 0) return;
   const int64_t splits = column_splits(rows);
-  double* partials = nullptr;
-  if (splits > 1) {
-    partials =
-        static_cast<double*>(context.workspace(splits * Program::kSums * columns * sizeof(double)));
-  }
   const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
-  launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)),
-                                    dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(), rows,
-                                    columns, partials, program);
-  context.check_launch("colwise_tiles");
-  if (splits > 1) merge_partials(context, splits, columns, partials, program);
+  in_splits(context, splits, columns, program, [&](double* partials) {
+    launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)),
+                                      dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(),
+                                      rows, columns, partials, program);
+    context.check_launch("colwise_tiles");
+  });
 }
 
 // Rows, whose threads add up their columns in the same pass; partials: [blocks, kSums, columns].

@@ -108,29 +108,37 @@ class ThreadRows {
   template <class First, class Body, class Last, class... Views>
   APEX_DEVICE void walk(const First& first, const Body& body, const Last& last,
                         const Views&... views) const {
+    constexpr int kUnderWay = rows_under_way<N, Views...>();
+    using Indices = std::index_sequence_for<Views...>;
     if (N == 1 || (view_aligned<N>(views) && ...)) {
-      walk_aligned<true>(first, body, last, views...);
-    } else {  // the same sums in the same order
-      walk_aligned<false>(first, body, last, views...);
+      Operands<T, N, kUnderWay, Indices, Views...> operands;
+      operands.load_fixed(true, column_, views...);
+#pragma unroll 1
+      for (int64_t index = begin_; index < end_; index += kUnderWay * step_) {
+        const auto has = [&](int u) { return index + u * step_ < end_; };
+        const auto at = [&](const auto&, int u) { return offset(index + u * step_); };
+        first();
+        operands.template load<true>(has, at, views...);
+        operands.use(true, 0, has, at, body, views...);
+        last();
+      }
+    } else {  // the same in the same order
+      Operands<T, N, 1, Indices, Views...> operands;
+      operands.load_fixed(false, column_, views...);
+      for (int64_t index = begin_; index < end_;) {
+        first();
+#pragma unroll 1
+        for (int u = 0; u < kUnderWay && index < end_; ++u, index += step_) {
+          operands.run(
+              false, 0, [](int) { return true; }, [&](const auto&, int) { return offset(index); },
+              body, views...);
+        }
+        last();
+      }
     }
   }
 
-  template <bool kAligned, class First, class Body, class Last, class... Views>
-  APEX_DEVICE void walk_aligned(const First& first, const Body& body, const Last& last,
-                                const Views&... views) const {
-    constexpr int kUnderWay = rows_under_way<N, Views...>();
-    Operands<T, N, kUnderWay, std::index_sequence_for<Views...>, Views...> operands;
-    operands.load_fixed(kAligned, column_, views...);
-#pragma unroll 1
-    for (int64_t index = begin_; index < end_; index += kUnderWay * step_) {
-      const auto has = [&](int u) { return index + u * step_ < end_; };
-      const auto at = [&](const auto&, int u) { return (index + u * step_) * columns_ + column_; };
-      first();
-      operands.template load<kAligned>(has, at, views...);
-      operands.use(kAligned, 0, has, at, body, views...);
-      last();
-    }
-  }
+  APEX_DEVICE int64_t offset(int64_t index) const { return index * columns_ + column_; }
 
   int64_t columns_, column_, begin_, end_;
   int step_;

@@ -59,5 +59,15 @@ struct PivotMoments {
   }
 };
 
+// The moments of the columns of a matrix that is one part: Welford's on a CPU.
+template <class X, class T>
+auto moments_of_matrix(const X* x, int64_t rows, int64_t columns, const Statistics<T>& results) {
+#if defined(APEX_GPU)
+  return PivotMoments<X>{x, rows, columns, results};
+#else
+  return ColumnMoments<X>{x, results};
+#endif
+}
+
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

@@ -90,12 +90,8 @@ void moments(const Shape& shape, const Results& results) {
     const X* x = data<X>(shape.x, shape.name_of_x);
     const Statistics<T> all = results(T());
     if (shape.is_one_part(parts)) {
-      if constexpr (kMatrixParts) {
-        colwise(context, shape.rows, shape.columns, ColumnMoments<X>{x, all});
-      } else {
-        colwise(context, shape.rows, shape.columns,
-                PivotMoments<X>{x, shape.rows, shape.columns, all});
-      }
+      const auto whole = moments_of_matrix(x, shape.rows, shape.columns, all);
+      colwise(context, shape.rows, shape.columns, whole);
       return;
     }
     T *means = data<T>(part_mean, "means"), *variances = data<T>(part_variance, "variances");

@@ -17,7 +17,6 @@
 #include <cmath>
 
 #include "apex/core/storage.h"
-#include "apex/engine/colwise_rowwise.h"
 #include "apex/math/median.h"
 #include "apex/math/sigmoid.h"
 
