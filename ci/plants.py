@@ -29,14 +29,15 @@ LIST = ROOT / "ci" / "plants.toml"
 COPY = ROOT / ".nox" / "plants"
 # Engines that others consist of, or that have another name where ops call them.
 CALLS = {
-    "rowwise": r"rowwise(_colwise|_segment_sum)?\(|colwise_rowwise\(",
+    "rowwise": r"rowwise(_colwise|_segment_sum)?\(",
     "colwise": r"(rowwise_)?colwise\(",
     "segment_sum": r"(rowwise_)?segment_sum\(|cell_sums\(",
     "foreach": r"foreach<",
     "foreach_fold": r"foreach_fold<",
     "foreach_reduce": r"foreach_reduce<",
     "colwise_rowwise": r"colwise_rowwise\(",
-    "samplewise": r"samplewise\(|colwise_rowwise\(",
+    "samplewise": r"samplewise\(",
+    "tiles": r"matrix_type|moments_of_matrix\(",
 }
 
 
