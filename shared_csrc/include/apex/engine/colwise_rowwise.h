@@ -2,8 +2,8 @@
 // what groups of columns side by side have in common, and then its rows, which need that.
 //
 // Beside `value_type`, `matrix_type` and `kSums`, a program has
-//   kVectors, kBefore          numbers that each column has, and how many of them column_sums()
-//   needs vectors                    ColumnVectors, set by the engine: row.shared(vectors[k])
+//   kVectors, kBefore          how many numbers each column has; column_sums() needs the first ones
+//   vectors                    these, ColumnVectors set by the engine: row.shared(vectors[k])
 //   group_columns()            how many columns a group has
 //   of_sample(sample)          the program of one matrix, whose vectors begin with that matrix's;
 //                              rows count on through the batch
