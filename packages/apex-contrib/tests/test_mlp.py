@@ -313,3 +313,13 @@ def test_without_activation_the_output_may_be_changed_in_place():
         for change in (torch.relu_, torch.relu)
     ]
     torch.testing.assert_close(*gradients)
+
+
+def test_subclasses_may_have_other_weights():
+    class Scaled(MLP):
+        @property
+        def weights(self):
+            return [2 * weight for weight in super().weights]
+
+    module, x = Scaled([4, 3], bias=False, activation="none"), torch.randn(2, 4)
+    torch.testing.assert_close(module(x), x @ (2 * module.weight_0).t())

@@ -259,12 +259,15 @@ class MLP(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """``input``: ``[..., mlp_sizes[0]]``; returns ``[..., mlp_sizes[-1]]``."""
         parameters, weights, biases = self._parameters, [], []
+        is_own = type(self).weights is MLP.weights and type(self).biases is MLP.biases
         try:  # attributes of modules take a while to look up
-            for i in range(self.num_layers):
+            for i in range(self.num_layers if is_own else 0):
                 weights.append(parameters[f"weight_{i}"])
                 if self.bias:
                     biases.append(parameters[f"bias_{i}"])
-        except KeyError:  # parametrized
+        except KeyError:
+            is_own = False  # parametrized
+        if not is_own:
             weights, biases = self.weights, self.biases
         return mlp_function(self.bias, self.activation, input, *weights, *biases)
 
