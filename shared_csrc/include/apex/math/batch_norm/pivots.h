@@ -1,12 +1,8 @@
-// Moments of columns in one pass, without a division for each element.
-//
-//   d = x - pivot,  mean = pivot + mean(d),  var = mean(d^2) - mean(d)^2
-//
-// E[d^2] - E[d]^2 keeps its digits, because the pivot is near the mean: the median of three rows.
+// Moments of columns around pivots, see apex/math/pivot.h.
 #pragma once
 
 #include "apex/math/batch_norm/statistics.h"
-#include "apex/math/median.h"
+#include "apex/math/pivot.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -25,20 +21,12 @@ struct PivotMoments {
   ColumnVectors<T> vectors{};  // pivots: set by a GPU's engine, by the caller for a CPU
 
   APEX_HD Array<T, 1> before(int64_t column) const {
-    if (rows == 0) return {T(0)};
-    auto at = [&](int64_t row) { return convert<T>(x[row * columns + column]); };
-    return {median(at(rows / 4), at(rows / 2), at(rows - 1 - rows / 4))};
+    return {rows == 0 ? T(0) : column_pivot<T>(x, rows, columns, column)};
   }
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(
-        [](Array<T, 2>& sums, T x, T pivot) {
-          T d = x - pivot;
-          sums[0] += d;
-          sums[1] += d * d;
-        },
-        row.in(x), row.shared(vectors[0]));
+    row.template accumulate<kSums>(AddAround{}, row.in(x), row.shared(vectors[0]));
   }
   template <class U>  // T, or double
   APEX_HD void finish(int64_t column, const Array<U, 2>& sums) const {

@@ -17,7 +17,7 @@
 #include <cmath>
 
 #include "apex/core/storage.h"
-#include "apex/math/median.h"
+#include "apex/math/pivot.h"
 #include "apex/math/sigmoid.h"
 
 namespace apex::contrib {
@@ -79,23 +79,13 @@ struct GroupNormForward {
     return own;
   }
 
-  // A pivot near each channel's mean: E[x^2] - E[x]^2 loses every digit once the mean is 10^4
-  // standard deviations. The median of three rows, of which one may lie in a border of zeros.
   APEX_HD Array<T, 1> before(int64_t channel) const {
-    const int64_t rows = groups.rows;
-    auto at = [&](int64_t row) { return convert<T>(first[row * groups.channels + channel]); };
-    return {median(at(rows / 4), at(rows / 2), at(rows - 1 - rows / 4))};
+    return {column_pivot<T>(first, groups.rows, groups.channels, channel)};
   }
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(
-        [](Array<T, 2>& sums, T x, T pivot) {
-          T d = x - pivot;
-          sums[0] += d;
-          sums[1] += d * d;
-        },
-        row.in(x), row.shared(vectors[0]));
+    row.template accumulate<kSums>(AddAround{}, row.in(x), row.shared(vectors[0]));
   }
 
   // Mean and 1 / standard deviation.
