@@ -145,18 +145,15 @@ void launch_samples(const Context& context, int64_t samples, int64_t rows, int64
   const int64_t all = samples * columns, splits = shape.splits();
   // Else each block of the second launch adds up the groups that it needs.
   const bool merges = splits > 1 && splits * program.group_columns() >= kTileSums;
-  T* partials =
-      static_cast<T*>(context.workspace((splits + (merges ? 1 : 0)) * kSums * all * sizeof(T)));
+  T* partials = static_cast<T*>(context.workspace(splits * kSums * all * sizeof(T)));
   launch<sample_sums<Program, N, T>>(shape.grid(samples), dim3(kTileThreads), 0, context.stream(),
                                      shape, partials, program);
   context.check_launch("sample_sums");
-  T* sums = partials;
-  if (merges) {
-    sums += splits * kSums * all;
-    merge_partials(context, splits, all, partials, MergedSums<T, kSums>{sums, all});
+  if (merges) {  // into the first
+    merge_partials(context, splits, all, partials, MergedSums<T, kSums>{partials, all});
   }
   launch<sample_rows<Program, N, T>>(shape.grid(samples), dim3(kTileThreads), 0, context.stream(),
-                                     shape, sums, merges ? int64_t{1} : splits, program);
+                                     shape, partials, merges ? int64_t{1} : splits, program);
   context.check_launch("sample_rows");
 }
 

@@ -49,7 +49,8 @@ struct PivotMoments {
 
 // The moments of the columns of a matrix that is one part: Welford's on a CPU.
 template <class X, class T>
-auto moments_of_matrix(const X* x, int64_t rows, int64_t columns, const Statistics<T>& results) {
+auto moments_of_matrix(const X* x, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t columns,
+                       const Statistics<T>& results) {
 #if defined(APEX_GPU)
   return PivotMoments<X>{x, rows, columns, results};
 #else
