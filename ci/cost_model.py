@@ -35,7 +35,7 @@ REASONS = {
     "index_mul_2d": "Rows of 16 or indices that repeat: atomics in torch; ours is the record of "
     "an engine that sorted in more launches.",
     "focal_loss": "Bound by instructions (71 an element), not by memory.",
-    "group_norm": "One thread walks the channels of a group between the passes; torch's moments "
+    "group_norm": "One thread walked a group's channels in the record's engine; torch's moments "
     "take a block a group, 32 of 132 SMs.",
     "layer_norm": "Blocks that read a row three times, and few of them, in the record's engine.",
     "scaled_softmax": "Bound by instructions: exponentials, and 16-bit loads in torch.",
