@@ -117,16 +117,6 @@ def of_rows_and_columns(launch: Launch) -> set[str]:
     return of_rows(launch) | ({"several rows a thread"} if stays else set())
 
 
-def of_columns(launch: Launch) -> set[str]:
-    rows, columns = launch.numbers[:2]
-    splits = launch.grid[1]
-    return {
-        "one split" if splits == 1 else "several splits",
-        "few columns" if columns <= 32 else "several tiles of columns",
-        "four rows in flight" if rows // splits >= 32 else "few rows",
-    }
-
-
 def of_merges(launch: Launch) -> set[str]:
     splits = launch.numbers[0]
     return {"one split" if splits == 1 else "2 to 32 splits" if splits <= 32 else "more splits"}
@@ -177,7 +167,6 @@ def of_samples(launch: Launch) -> set[str]:
 
 
 MEMORY = {"packs", "a rest behind packs", "single elements"}
-COLUMNS = {"one split", "several splits", "several tiles of columns", "four rows in flight"}
 TILES = {"packs", "single elements", "several blocks of rows", "several tiles", "several turns"}
 KERNELS = {
     "rowwise_kernel": (
@@ -188,7 +177,6 @@ KERNELS = {
         of_rows_and_columns,
         {"packs", "several rows a block", "a row a block", "several rows a thread"},
     ),
-    "colwise_tiles": (of_columns, COLUMNS),
     "column_packs": (of_tiles, TILES),
     "sample_sums": (of_tiles, TILES),
     "sample_rows": (of_tiles, TILES),

@@ -37,7 +37,7 @@ CALLS = {
     "foreach_reduce": r"foreach_reduce<",
     "colwise_rowwise": r"colwise_rowwise\(",
     "samplewise": r"samplewise\(",
-    "tiles": r"matrix_type|moments_of_matrix\(",
+    "tiles": r"(rowwise_)?colwise(_rowwise)?\(|moments_of_matrix\(",
 }
 
 

@@ -24,7 +24,7 @@ WAITING = TOGETHER.replace(
     "        /*0020*/", "        /*0018*/   FADD R12, R4, R12 ;\n        /*0020*/"
 )
 NARROW = TOGETHER.replace("LDG.E.128", "LDG.E.U16")
-KERNEL = "colwise_tiles<Sums<BFloat16>>"
+KERNEL = "column_packs<Sums<BFloat16>, 8>"
 
 
 def facts(code, registers=32, spilled=0):

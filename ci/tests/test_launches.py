@@ -137,8 +137,6 @@ def test_exceptions_of_the_tree_name_ops_kernels_and_ways():
 @pytest.mark.parametrize(
     ("kernel", "grid", "numbers", "expected"),
     [
-        ("colwise_tiles", (3, 1, 1), (33, 70), {"one split", "several tiles of columns"}),
-        ("colwise_tiles", (1, 9, 1), (1185, 7), {"several splits", "four rows in flight"}),
         ("colwise_merge", (1, 1, 1), (33, 7), {"more splits"}),
         ("column_packs", (3, 2, 1), (65, 3, 4), {"several tiles", "several turns"}),
         ("column_packs", (1, 1, 1), (32, 1, 4), {"one tile", "one turn", "one block of rows"}),

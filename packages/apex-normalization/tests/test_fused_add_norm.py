@@ -83,6 +83,12 @@ def check(kind, arguments, actual):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_packs_of_rows_that_a_gpu_does_not_keep(kind, device):
+    arguments = operands((5, 34), device, torch.float64)
+    check(kind, arguments, outputs_and_grads(kind, *arguments))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", NORM_SHAPES.values(), ids=NORM_SHAPES.keys())
 def test_one_dtype(shape, dtype, kind, device):

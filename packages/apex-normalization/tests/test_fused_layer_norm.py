@@ -87,6 +87,11 @@ def test_affine(shape, dtype, device):
     check(actual, *arguments)
 
 
+def test_packs_of_rows_that_a_gpu_does_not_keep(device):
+    arguments = operands((5, 34), torch.float64, device)
+    check(outputs_and_grads(apex_norm, *arguments), *arguments)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", NORM_SHAPES.values(), ids=NORM_SHAPES.keys())
 def test_not_affine(shape, dtype, device):

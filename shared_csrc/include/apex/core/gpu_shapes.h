@@ -32,14 +32,7 @@ inline constexpr int64_t kColumnBlocks = 256;  // at most, but for
 inline constexpr int64_t kColumnRows = 64;     // rows that a thread adds up, and more if there are
 inline constexpr int64_t kMostColumnBlocks = 1024;
 
-// Columns.
-inline constexpr int kColwiseThreadsY = 8;        // rows of threads of a block: a power of two
-inline constexpr int kRowsInFlight = 4;           // of each thread
-inline constexpr int64_t kColwiseRows = 128;      // rows per tile, at least
-inline constexpr int64_t kColwiseSplits = 128;    // tiles along the rows, at most, but for
-inline constexpr int64_t kColwiseLongest = 4096;  // rows per tile, beyond which there are more
-
-// Samples, in tiles of packs side by side.
+// Columns and samples, in tiles of packs side by side.
 inline constexpr int kTileThreads = 256;
 inline constexpr int kTilePacks = 32;        // side by side, at most
 inline constexpr int64_t kTileRows = 8;      // of a thread, at least

@@ -2,10 +2,12 @@
 // column reduction over the same operands, in one pass on the CPU.
 //
 // Beside `value_type`, a column program has
+//   using matrix_type = S;                             // its matrices' narrowest, unless staged
 //   static constexpr int kSums;                        // numbers accumulated per column
 //   template <class R> void column_sums(R& row) const  // adds one row:
 //     { row.template accumulate<kSums>([=](Array<T, kSums>& sums, T dy, T x) { sums[0] += ...; },
 //                                      row.in(dy), row.in(x)); }
+//     where numbers of the row count, [=](int64_t index) makes its functor
 //   void finish(int64_t column, const Array<T, kSums>& sums) const   // stores the result
 // and, where parts do not simply add up (Welford), merge(Array& total, const Array& part) const,
 // of value_type and of double: a GPU merges threads in double. finish() may take double, too.
@@ -25,8 +27,6 @@
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
-
-static_assert(ColumnRowOf<ColumnRow<float, 2>, float, 2>);
 
 // rowwise_colwise(), or rowwise() where nobody wants the sums.
 template <class Context, class Program>

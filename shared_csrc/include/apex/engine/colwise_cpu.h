@@ -6,12 +6,10 @@
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-// What a column program sees of a row: all of its columns.
-template <class T, int>
-using ColumnRow = Row<T>;
+static_assert(ColumnRowOf<Row<float>, float, 2>);
 
 template <class P>
-concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
+concept ColumnProgram = ColumnProgramOn<P, Row<typename P::value_type>>;
 
 template <class Program, class T>
 concept HasMerge =

@@ -4,93 +4,13 @@
 // No atomics: the same input gives the same bits.
 #pragma once
 
-#include "apex/engine/rowwise_gpu.h"
 #include "apex/engine/tiles_gpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
-static_assert((kColwiseThreadsY & (kColwiseThreadsY - 1)) == 0, "merged in pairs");
-
-// A thread's column of one of the rows that it has under way.
-template <class T, int kSums>
-struct ColumnCell {
-  static constexpr int kMost = 8;  // operands of a program
-
-  Array<T, kSums> sums{};
-  int64_t index = 0;
-  T values[kMost];
-};
-
-// What a column program sees of such a row: first all rows under way load what it reads of them,
-// then each adds it up. Compilers keep that order, in which no load waits for a sum.
-template <class T, int kSums, bool kLoads = false>
-class ColumnRow {
- public:
-  using Cell = ColumnCell<T, kSums>;
-
-  APEX_DEVICE ColumnRow(int64_t columns, int64_t column, Cell& cell)
-      : columns_(columns), column_(column), cell_(cell) {}
-
-  APEX_DEVICE int64_t index() const { return cell_.index; }
-  APEX_DEVICE int64_t columns() const { return columns_; }
-
-  template <class S>
-  APEX_DEVICE ReadView<S> in(const S* matrix) const {
-    return in(matrix, columns_);
-  }
-  template <class S>
-  APEX_DEVICE ReadView<S> in(const S* matrix, int64_t stride) const {
-    return {matrix + cell_.index * stride};
-  }
-  template <class S>
-  APEX_DEVICE WriteView<S> out(S* matrix) const {
-    return {matrix + cell_.index * columns_};
-  }
-  template <class View>
-  APEX_DEVICE View ahead(const View& view) const {
-    return view;
-  }
-  template <class S>
-  APEX_DEVICE ReadView<S> shared(const S* vector) const {
-    return {vector};
-  }
-
-  template <int N, class F, class... Views>
-  APEX_DEVICE void accumulate(const F& functor, const Views&... views) {
-    static_assert(N == kSums, "accumulate<N> must use the program's kSums");
-    static_assert(sizeof...(Views) <= Cell::kMost, "raise ColumnCell::kMost");
-    walk(std::index_sequence_for<Views...>{}, functor, views...);
-  }
-
- private:
-  template <size_t... I, class F, class... Views>
-  APEX_DEVICE void walk(std::index_sequence<I...>, const F& functor, const Views&... views) {
-    if constexpr (kLoads) {
-      ((cell_.values[I] = read(views)), ...);
-    } else {
-      functor(cell_.sums, cell_.values[I]...);
-      (write(views, cell_.values[I]), ...);
-    }
-  }
-  template <class View>
-  APEX_DEVICE T read(const View& view) const {
-    if constexpr (!View::kRead) return T(0);
-    return static_cast<T>(convert<T>(view.data[column_]));
-  }
-  template <class View>
-  APEX_DEVICE void write(const View& view, T value) const {
-    if constexpr (View::kWritten) {
-      view.data[column_] = convert<typename View::storage>(value);
-    }
-  }
-
-  int64_t columns_, column_;
-  Cell& cell_;
-};
-
 template <class P>
-concept ColumnProgram = ColumnProgramOn<P, ColumnRow<typename P::value_type, P::kSums>>;
+concept ColumnProgram = ColumnProgramOn<P, ThreadSums<P, 1>>;
 
 // What kCount rows of threads, from `first` on, have of a column, merged pair by pair.
 template <int kCount, int kRows, class Program>
@@ -118,35 +38,6 @@ APEX_DEVICE void merge_block(const Program& program, Array<double, Program::kSum
   if (threadIdx.y == 0) sums = merged_rows<kRows>(program, shared, 0);
 }
 
-// The sums of a column over a thread's rows of [begin, end). Several rows are under way, each with
-// sums of its own, so that none waits for another and no chain of roundings is long.
-template <class T, size_t... I, class Program>
-APEX_DEVICE Array<T, Program::kSums> thread_sums(std::index_sequence<I...>, int64_t begin,
-                                                 int64_t end, int64_t columns, int64_t column,
-                                                 const Program& program) {
-  constexpr int kRows = sizeof...(I), kSums = Program::kSums;
-  ColumnCell<T, kSums> cells[kRows];
-  int64_t index = begin + threadIdx.y;
-  auto add = [&](auto... numbers) {  // these of the rows under way
-    ((cells[numbers].index = index + numbers * kColwiseThreadsY), ...);
-    auto walk = [&](auto row) { program.column_sums(row); };
-    (walk(ColumnRow<T, kSums, true>(columns, column, cells[numbers])), ...);
-    (walk(ColumnRow<T, kSums>(columns, column, cells[numbers])), ...);
-  };
-  for (; index + (kRows - 1) * kColwiseThreadsY < end; index += kRows * kColwiseThreadsY) {
-    add(static_cast<int>(I)...);
-  }
-  for (; index < end; index += kColwiseThreadsY) add(0);
-#pragma unroll
-  for (int step = 1; step < kRows; step *= 2) {
-#pragma unroll
-    for (int i = 0; i + step < kRows; i += 2 * step) {
-      merge_sums(program, cells[i].sums, cells[i + step].sums);
-    }
-  }
-  return cells[0].sums;
-}
-
 // finish(), in double where the program takes it, too.
 template <class Program, int N>
 APEX_DEVICE void finish_column(const Program& program, int64_t column,
@@ -158,21 +49,6 @@ APEX_DEVICE void finish_column(const Program& program, int64_t column,
   }
 }
 
-// The sums over rows [begin, end) of the columns that a block has, in threads of threadIdx.y == 0.
-template <class T, class Program>
-APEX_DEVICE Array<double, Program::kSums> tile_sums(int64_t begin, int64_t end, int64_t columns,
-                                                    int64_t column, const Program& program) {
-  static_assert(kMergesIn<T, Program> == kMergesIn<double, Program>,
-                "merge() must take double, too");
-  Array<double, Program::kSums> sums{};
-  if (column < columns) {
-    sums = convert_sums<double>(thread_sums<T>(std::make_index_sequence<kRowsInFlight>{}, begin,
-                                               end, columns, column, program));
-  }
-  merge_block<kColwiseThreadsY>(program, sums);
-  return sums;
-}
-
 // partials: [kSums, columns].
 template <class T, int kSums>
 APEX_DEVICE void store_partial(const Array<double, kSums>& sums, int64_t columns, int64_t column,
@@ -180,24 +56,9 @@ APEX_DEVICE void store_partial(const Array<double, kSums>& sums, int64_t columns
   for (int n = 0; n < kSums; ++n) partials[n * columns + column] = static_cast<T>(sums[n]);
 }
 
-// partials: [splits, kSums, columns]; null where one split is all.
-template <class Program, class T>
-__global__ void colwise_tiles(int64_t rows, int64_t columns, double* partials, Program program) {
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
-  const int64_t begin = rows * blockIdx.y / gridDim.y, end = rows * (blockIdx.y + 1) / gridDim.y;
-  const auto sums = tile_sums<T>(begin, end, columns, column, program);
-  if (threadIdx.y != 0 || column >= columns) return;
-  if (partials == nullptr) {
-    finish_column(program, column, sums);
-  } else {
-    store_partial(sums, columns, column,
-                  partials + static_cast<int64_t>(blockIdx.y) * Program::kSums * columns);
-  }
-}
-
 // Rows of threads that merge splits: as many as shared memory has room for.
 template <class Program>
-inline constexpr int kMergeRows = Program::kSums <= 4 ? 32 : kColwiseThreadsY;
+inline constexpr int kMergeRows = Program::kSums <= 4 ? 32 : 8;
 
 // P: double, or of rows that add up their columns the type of those.
 template <class Program, class P>
@@ -245,12 +106,7 @@ void in_splits(const Context& context, int64_t splits, int64_t columns, const Pr
   if (splits > 1) merge_partials(context, splits, columns, partials, program);
 }
 
-// Tiles along the rows: of very many rows more, for no chain of roundings is long.
-inline int64_t column_splits(int64_t rows) {
-  const int64_t most = std::clamp<int64_t>(rows / kColwiseLongest, kColwiseSplits, 65535);
-  return std::clamp<int64_t>(rows / kColwiseRows, 1, most);
-}
-
+// partials: [splits, kSums, columns]; null where one split is all.
 template <class Program, int N>
 __global__ void __launch_bounds__(kTileThreads)
     column_packs(TileShape shape, double* partials, Program program) {
@@ -282,29 +138,14 @@ void launch_column_packs(const Context& context, int64_t rows, int64_t columns,
 }
 
 template <class Context, ColumnProgram Program>
-  requires TakesPacks<Program>
 void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
-  constexpr int N = pack_size<typename Program::matrix_type>();
+  constexpr int N = matrix_pack<Program>();
   if (columns == 0) return;
   if (columns % N == 0) {
     launch_column_packs<N>(context, rows, columns, program);
   } else {
     launch_column_packs<1>(context, rows, columns, program);
   }
-}
-
-template <class Context, ColumnProgram Program>
-void colwise(const Context& context, int64_t rows, int64_t columns, const Program& program) {
-  using T = typename Program::value_type;
-  if (columns == 0) return;
-  const int64_t splits = column_splits(rows);
-  const auto tiles = static_cast<unsigned>((columns + kGroupLanes - 1) / kGroupLanes);
-  in_splits(context, splits, columns, program, [&](double* partials) {
-    launch<colwise_tiles<Program, T>>(dim3(tiles, static_cast<unsigned>(splits)),
-                                      dim3(kGroupLanes, kColwiseThreadsY), 0, context.stream(),
-                                      rows, columns, partials, program);
-    context.check_launch("colwise_tiles");
-  });
 }
 
 // Rows, whose threads add up their columns in the same pass; partials: [blocks, kSums, columns].

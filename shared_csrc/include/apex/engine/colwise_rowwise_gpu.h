@@ -160,7 +160,7 @@ void launch_samples(const Context& context, int64_t samples, int64_t rows, int64
 template <class Context, SampleProgram Program>
 void colwise_rowwise(const Context& context, int64_t samples, int64_t rows, int64_t columns,
                      const Program& program) {
-  constexpr int N = pack_size<typename Program::matrix_type>();
+  constexpr int N = matrix_pack<Program>();
   if (samples == 0 || rows == 0 || columns == 0) return;
   if (columns % N == 0) {
     launch_samples<N>(context, samples, rows, columns, program);

@@ -85,12 +85,21 @@ concept RowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* r
   row.once(RowOnceProbe{});  // for numbers of the row, such as its mean
 };
 
-// Adding one row to N numbers of every column.
+// Adding rows to N numbers of every column.
 template <class R, class T, int N>
-concept ColumnRowOf = ReadableRow<R> && requires(R& row, const float* matrix, float* result) {
+concept ColumnRowOf = requires(R& row, const float* matrix, float* result, int64_t stride) {
+  row.columns();
+  row.in(matrix);
+  row.in(matrix, stride);
+  row.shared(matrix);
+  row.ahead(row.in(matrix));
   row.out(result);  // this row of a result, for the functor to write
   row.template accumulate<N>(RowFoldProbe<T, N>{}, row.in(matrix));
 };
+
+// Whether accumulate() is given what makes the functor of a row from its index.
+template <class F>
+inline constexpr bool kMadeForRow = requires(const F& functor) { functor(int64_t{}); };
 
 // Programs are copied to the GPU by value: members are pointers and numbers.
 template <class P>

@@ -253,9 +253,10 @@ class Row {
   }
 
   // functor(Array<T, N>& sums, values...) for every column, with that column's running sums. It may
-  // write, as that of `each`.
+  // write, as that of `each`. Or functor(index) makes that of a row.
   template <int N, class F, class... Views>
   void accumulate(const F& functor, const Views&... views) {
+    if constexpr (kMadeForRow<F>) return accumulate<N>(functor(index_), views...);
     Lanes<T, Views...> pack(views...);
     lay_sums_of<Lanes<T, Views...>, Views...>();
     int64_t column = 0;

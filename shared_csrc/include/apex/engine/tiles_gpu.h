@@ -1,19 +1,25 @@
 // Rows of matrices in tiles, on a GPU: a thread has a pack of columns of many rows, in whose loop
 // all that several rows need is loaded before it is used.
 //
-// For programs that name the `matrix_type` of their operands: matrices [rows, columns] without
-// gaps, of which a row is like any other. Of a row they use in(), out(), shared() and accumulate()
-// or each().
+// Of a row, programs use in(), out(), shared() and accumulate() or each().
 #pragma once
 
 #include "apex/core/gpu.h"
-#include "apex/engine/packs_gpu.h"
+#include "apex/engine/rowwise_gpu.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
 
+// Elements of a pack of a program's matrices.
 template <class Program>
-concept TakesPacks = requires { typename Program::matrix_type; };
+constexpr int matrix_pack() {
+  if constexpr (requires { typename Program::matrix_type; }) {
+    return pack_size<typename Program::matrix_type>();
+  } else {
+    return staged_pack<Program>();
+  }
+}
+
 // Whether column_sums() needs numbers of the columns: before(column) makes them, see
 // colwise_rowwise.h.
 template <class Program>
@@ -44,6 +50,26 @@ inline constexpr bool is_fixed_v = false;
 template <class S>
 inline constexpr bool is_fixed_v<FixedView<S>> = true;
 
+// A functor for the rows that a thread has under way, from `first` on: the same for all, or one
+// that functor(index) makes for the row of this index, before the row is loaded.
+template <class F, class Rows>
+struct RowFunctors {
+  const F& functor;
+  APEX_DEVICE RowFunctors(const F& functor, int64_t, int, int64_t) : functor(functor) {}
+  APEX_DEVICE const F& operator[](int) const { return functor; }
+};
+template <class F, size_t... U>
+  requires kMadeForRow<F>
+struct RowFunctors<F, std::index_sequence<U...>> {
+  using OfRow = decltype(std::declval<const F&>()(int64_t{}));
+  OfRow of_rows[sizeof...(U)];
+  APEX_DEVICE RowFunctors(const F& functor, int64_t first, int step, int64_t last)
+      : of_rows{functor(first + static_cast<int>(U) * step < last
+                            ? first + static_cast<int>(U) * step
+                            : last)...} {}
+  APEX_DEVICE const OfRow& operator[](int u) const { return of_rows[u]; }
+};
+
 // How many rows a thread loads before it uses the first.
 template <int N, class... Views>
 constexpr int rows_under_way() {
@@ -64,11 +90,15 @@ class ThreadRows {
   APEX_DEVICE int64_t columns() const { return columns_; }
   template <class S>
   APEX_DEVICE ReadView<S> in(const S* matrix) const {
-    return {matrix};
+    return in(matrix, columns_);
+  }
+  template <class S>
+  APEX_DEVICE ReadView<S> in(const S* matrix, int64_t stride) const {
+    return {matrix, stride};
   }
   template <class S>
   APEX_DEVICE WriteView<S> out(S* matrix) const {
-    return {matrix};
+    return {matrix, columns_};
   }
   template <class S>
   APEX_DEVICE FixedView<S> shared(const S* vector) const {
@@ -81,7 +111,9 @@ class ThreadRows {
 
   template <class F, class... Views>
   APEX_DEVICE void each(const F& functor, const Views&... views) const {
-    walk([] {}, [&](int, int, auto&... values) { functor(values...); }, [] {}, views...);
+    walk(
+        functor, [] {}, [](const F& functor, int, auto&... values) { functor(values...); }, [] {},
+        views...);
   }
 
   // Adds to sums of its columns; those of a turn first among themselves, for short chains.
@@ -89,13 +121,14 @@ class ThreadRows {
   APEX_DEVICE void add(const Program& program, Array<T, K> (&sums)[N], const F& functor,
                        const Views&... views) const {
     Array<T, K> turn[N];
-    walk([&] { clear(turn); },
-         [&](int, int lane, auto&... values) { functor(turn[lane], values...); },
-         [&] {
+    walk(
+        functor, [&] { clear(turn); },
+        [&](const auto& functor, int lane, auto&... values) { functor(turn[lane], values...); },
+        [&] {
 #pragma unroll
-           for (int lane = 0; lane < N; ++lane) merge_sums(program, sums[lane], turn[lane]);
-         },
-         views...);
+          for (int lane = 0; lane < N; ++lane) merge_sums(program, sums[lane], turn[lane]);
+        },
+        views...);
   }
 
  private:
@@ -105,21 +138,34 @@ class ThreadRows {
     for (int lane = 0; lane < N; ++lane) sums[lane] = {};
   }
 
-  template <class First, class Body, class Last, class... Views>
-  APEX_DEVICE void walk(const First& first, const Body& body, const Last& last,
+  // Of a view whose rows begin anywhere, no pack is aligned.
+  template <class View>
+  APEX_DEVICE static bool aligned(const View& view) {
+    return view_aligned<N>(view) && view.next_row % N == 0;
+  }
+
+  // Rows are taken in turns of those under way: first(), use(functor, lane, values...) for each
+  // number, last().
+  template <class F, class First, class Use, class Last, class... Views>
+  APEX_DEVICE void walk(const F& functor, const First& first, const Use& use, const Last& last,
                         const Views&... views) const {
+    if (begin_ >= end_) return;
     constexpr int kUnderWay = rows_under_way<N, Views...>();
     using Indices = std::index_sequence_for<Views...>;
-    if (N == 1 || (view_aligned<N>(views) && ...)) {
+    if (N == 1 || (aligned(views) && ...)) {
       Operands<T, N, kUnderWay, Indices, Views...> operands;
       operands.load_fixed(true, column_, views...);
 #pragma unroll 1
       for (int64_t index = begin_; index < end_; index += kUnderWay * step_) {
         const auto has = [&](int u) { return index + u * step_ < end_; };
-        const auto at = [&](const auto&, int u) { return offset(index + u * step_); };
+        const auto at = [&](const auto& view, int u) { return offset(view, index + u * step_); };
+        const RowFunctors<F, std::make_index_sequence<kUnderWay>> functors(functor, index, step_,
+                                                                           end_ - 1);
         first();
         operands.template load<true>(has, at, views...);
-        operands.use(true, 0, has, at, body, views...);
+        operands.use(
+            true, 0, has, at,
+            [&](int u, int lane, auto&... values) { use(functors[u], lane, values...); }, views...);
         last();
       }
     } else {  // the same in the same order
@@ -129,16 +175,21 @@ class ThreadRows {
         first();
 #pragma unroll 1
         for (int u = 0; u < kUnderWay && index < end_; ++u, index += step_) {
+          const RowFunctors<F, std::index_sequence<0>> functors(functor, index, 0, index);
           operands.run(
-              false, 0, [](int) { return true; }, [&](const auto&, int) { return offset(index); },
-              body, views...);
+              false, 0, [](int) { return true; },
+              [&](const auto& view, int) { return offset(view, index); },
+              [&](int, int lane, auto&... values) { use(functors[0], lane, values...); }, views...);
         }
         last();
       }
     }
   }
 
-  APEX_DEVICE int64_t offset(int64_t index) const { return index * columns_ + column_; }
+  template <class View>
+  APEX_DEVICE int64_t offset(const View& view, int64_t index) const {
+    return index * view.next_row + column_;
+  }
 
   int64_t columns_, column_, begin_, end_;
   int step_;
@@ -155,6 +206,7 @@ class ThreadSums : public ThreadRows<typename Program::value_type, N> {
 
   APEX_DEVICE ThreadSums(const Program& program, const ThreadRows<T, N>& rows)
       : ThreadRows<T, N>(rows), program_(program) {
+    static_assert(ColumnRowOf<ThreadSums, T, kSums>);
     program.column_sums(*this);
   }
 

@@ -109,10 +109,12 @@ struct PartMoments {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    double n = static_cast<double>(counts(row.index()));
     row.template accumulate<kSums>(
-        [=](Moments<double>& total, double mean, double variance) {
-          merge_moments(total, Moments<double>{{n, mean, variance * n}});
+        [&](int64_t part) {
+          const double n = static_cast<double>(counts(part));
+          return [n](Moments<double>& total, double mean, double variance) {
+            merge_moments(total, Moments<double>{{n, mean, variance * n}});
+          };
         },
         row.in(part_mean), row.in(part_variance));
   }

@@ -49,9 +49,8 @@ struct LayerNormBackward {
   W* dbias;          // [columns]
   T smallest_scale;  // see Affine::undo
 
-  template <class R>
-  APEX_HD LayerGradient<T, W, kFromOutput> gradient(const R& row) const {
-    return {affine, kFromOutput ? T(0) : mean[row.index()], rstd[row.index()], smallest_scale};
+  APEX_HD LayerGradient<T, W, kFromOutput> gradient(int64_t row) const {
+    return {affine, kFromOutput ? T(0) : mean[row], rstd[row], smallest_scale};
   }
 
   template <class R>
@@ -59,7 +58,7 @@ struct LayerNormBackward {
     auto grads = row.stage(dy);
     auto values = row.stage(saved);
     auto w = row.shared(affine.weight), b = row.shared(affine.bias);
-    auto of_row = gradient(row);
+    auto of_row = gradient(row.index());
     Array<T, 2> sums = row.template sums_and_columns<2, kSums>(
         of_row.row_terms(), of_row.column_terms(), grads, values, w, b);
     auto dx_at = of_row.dx(sums, row.columns());
@@ -69,8 +68,9 @@ struct LayerNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(saved),
-                                   row.shared(affine.weight), row.shared(affine.bias));
+    row.template accumulate<kSums>([&](int64_t index) { return gradient(index).column_terms(); },
+                                   row.in(dy), row.in(saved), row.shared(affine.weight),
+                                   row.shared(affine.bias));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

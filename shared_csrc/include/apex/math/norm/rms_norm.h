@@ -47,9 +47,8 @@ struct RmsNormBackward {
   W* dweight;        // [columns]
   T smallest_scale;  // see Affine::undo
 
-  template <class R>
-  APEX_HD RmsGradient<T, W, kFromOutput> gradient(const R& row) const {
-    return {affine, rstd[row.index()], smallest_scale};
+  APEX_HD RmsGradient<T, W, kFromOutput> gradient(int64_t row) const {
+    return {affine, rstd[row], smallest_scale};
   }
 
   template <class R>
@@ -57,7 +56,7 @@ struct RmsNormBackward {
     auto grads = row.stage(dy);
     auto values = row.stage(saved);
     auto w = row.shared(affine.weight);
-    auto of_row = gradient(row);
+    auto of_row = gradient(row.index());
     Array<T, 1> sum = row.template sums_and_columns<1, kSums>(
         of_row.row_terms(), of_row.column_terms(), grads, values, w);
     auto dx_at = of_row.dx(sum, row.columns());
@@ -67,8 +66,8 @@ struct RmsNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(saved),
-                                   row.shared(affine.weight));
+    row.template accumulate<kSums>([&](int64_t index) { return gradient(index).column_terms(); },
+                                   row.in(dy), row.in(saved), row.shared(affine.weight));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

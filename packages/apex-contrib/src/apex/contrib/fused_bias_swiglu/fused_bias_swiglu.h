@@ -39,6 +39,7 @@ struct SwigluForward {
 
 template <class S>
 struct SwigluBackward {
+  using matrix_type = S;
   using value_type = compute_t<S>;
   using T = value_type;
   static constexpr int kSums = 2;  // dbias of both halves

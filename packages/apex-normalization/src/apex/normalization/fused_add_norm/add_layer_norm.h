@@ -50,9 +50,8 @@ struct AddLayerNormBackward {
   W* dweight;  // [columns]
   W* dbias;    // [columns]
 
-  template <class R>
-  APEX_HD LayerGradient<T, W, false> gradient(const R& row) const {
-    return {affine, mean[row.index()], rstd[row.index()], T(0)};
+  APEX_HD LayerGradient<T, W, false> gradient(int64_t row) const {
+    return {affine, mean[row], rstd[row], T(0)};
   }
 
   template <class R>
@@ -60,7 +59,7 @@ struct AddLayerNormBackward {
     auto dys = row.stage(dy);
     auto sums = row.stage(sum);
     auto w = row.shared(affine.weight), b = row.shared(affine.bias);
-    auto of_row = gradient(row);
+    auto of_row = gradient(row.index());
     Array<T, 2> totals = row.template sums_and_columns<2, kSums>(
         of_row.row_terms(), of_row.column_terms(), dys, sums, w, b);
     grads.store(row, of_row.dx(totals, row.columns()), dys, sums, w, b);
@@ -68,8 +67,9 @@ struct AddLayerNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(sum),
-                                   row.shared(affine.weight), row.shared(affine.bias));
+    row.template accumulate<kSums>([&](int64_t index) { return gradient(index).column_terms(); },
+                                   row.in(dy), row.in(sum), row.shared(affine.weight),
+                                   row.shared(affine.bias));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {

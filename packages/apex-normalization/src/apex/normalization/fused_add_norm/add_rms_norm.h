@@ -47,17 +47,14 @@ struct AddRmsNormBackward {
   InputGrads<X, S, kHasSumGrad> grads;
   W* dweight;  // [columns]
 
-  template <class R>
-  APEX_HD RmsGradient<T, W, false> gradient(const R& row) const {
-    return {affine, rstd[row.index()], T(0)};
-  }
+  APEX_HD RmsGradient<T, W, false> gradient(int64_t row) const { return {affine, rstd[row], T(0)}; }
 
   template <class R>
   APEX_NORM_ROW void row(R& row) const {
     auto dys = row.stage(dy);
     auto sums = row.stage(sum);
     auto w = row.shared(affine.weight);
-    auto of_row = gradient(row);
+    auto of_row = gradient(row.index());
     Array<T, 1> total = row.template sums_and_columns<1, kSums>(
         of_row.row_terms(), of_row.column_terms(), dys, sums, w);
     grads.store(row, of_row.dx(total, row.columns()), dys, sums, w);
@@ -65,8 +62,8 @@ struct AddRmsNormBackward {
 
   template <class R>
   APEX_HD void column_sums(R& row) const {
-    row.template accumulate<kSums>(gradient(row).column_terms(), row.in(dy), row.in(sum),
-                                   row.shared(affine.weight));
+    row.template accumulate<kSums>([&](int64_t index) { return gradient(index).column_terms(); },
+                                   row.in(dy), row.in(sum), row.shared(affine.weight));
   }
 
   APEX_HD void finish(int64_t column, const Array<T, kSums>& sums) const {
