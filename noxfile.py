@@ -27,7 +27,6 @@ TOOLS.append("tomli; python_version < '3.11'")  # reads ci/matrix.toml
 DOCS_TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["docs"]["tools"].items()]
 RELEASE_TOOLS = [f"{tool}=={version}" for tool, version in MATRIX["release"]["tools"].items()]
 CIBUILDWHEEL = f"cibuildwheel=={MATRIX['release']['cibuildwheel']}"
-THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 TEST_ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "",
     "OMP_NUM_THREADS": "2",
@@ -243,7 +242,7 @@ def installation(session):
     session.run(*command, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
 
 
-MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python{p}") is not None)
+MATRIX_RUNS = workspace.matrix_runs(workspace.THIS_PYTHON, workspace.has_python)
 
 
 @nox.session(requires=["build"], tags=["ci"])
@@ -251,7 +250,7 @@ MATRIX_RUNS = workspace.matrix_runs(THIS_PYTHON, lambda p: shutil.which(f"python
 @stages.timed
 def matrix(session, torch):
     """Install the same wheels on another torch or Python, and run all packages' tests."""
-    run = (session.python, torch), workspace.runs_between(MATRIX_RUNS, THIS_PYTHON)
+    run = (session.python, torch), workspace.runs_between(MATRIX_RUNS, workspace.THIS_PYTHON)
     if samples.leaves_out(*run):
         return
     # setuptools: torch 2.10's compiler imports it, but torch requires it only from Python 3.12.
@@ -274,7 +273,7 @@ def nightly(session):
 
 
 @nox.session(requires=["build"])
-@family("python,client", workspace.client_runs(THIS_PYTHON), list(MATRIX["clients"]))
+@family("python,client", workspace.client_runs(workspace.THIS_PYTHON), list(MATRIX["clients"]))
 def clients(session, client):
     """Install another project that uses Apex, and run its code with all five wheels."""
     facts = MATRIX["clients"][client]
@@ -410,11 +409,15 @@ def kernels(session, compiler):
             options = [*options, "--wheels"]
         session.run("python", "ci/nvrtc.py", *options, *ops, env=COMPILING)
     else:
+        archs = MATRIX[compiler]["archs"]
         if compiler == "cuda":
             install_nvcc(session)
-        elif not shutil.which("hipcc"):
-            session.error("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
-        command = ["python", "ci/kernels.py", compiler, *MATRIX[compiler]["archs"], "--", *ops]
+        else:
+            known = workspace.known_to_hipcc(archs)
+            if others := [arch for arch in archs if arch not in known]:
+                stages.note(f"left out: {', '.join(others)}, which this hipcc does not know")
+            archs = known or session.error("this hipcc compiles for no AMD GPU")
+        command = ["python", "ci/kernels.py", compiler, *archs, "--", *ops]
         session.run(*command, env=COMPILING)
 
 

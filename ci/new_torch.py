@@ -3,9 +3,9 @@
 python ci/new_torch.py
 
 `[torch] versions` gets the newest patch release of each of the six newest minor ones; where torch
-has no wheels for a Python any more, `last_for_python` names the last one. The file is changed in
-place, with what is generated from it, and what changed is printed. .github/workflows/torch.yml runs
-this each week.
+has no wheels for a Python yet, or no more, `first_for_python` and `last_for_python` say so. The
+file is changed in place, with what is generated from it, and what changed is printed.
+.github/workflows/torch.yml runs this each week.
 """
 
 import re
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ci.workspace import MATRIX, ROOT
 
 KEPT = 6
+ENDS = {"first_for_python": 0, "last_for_python": -1}  # of the versions that a Python has
 RELEASE = re.compile(r"\d+\.\d+\.\d+")  # no release candidates
 
 
@@ -64,20 +65,22 @@ def updated(
         raise ValueError(
             f"the index ends with torch {versions[-1:]}, and the matrix with {old[-1]}"
         )
-    last = {
-        python: usable[-1]
-        for python, found in listed.items()
-        if (usable := [v for v in found if v in versions]) and usable[-1] != versions[-1]
-    }
-    changes = [*told(old, versions, torch["build"]), *told_of_pythons(torch, last, versions)]
-    changes += [
+    text = replaced(text, "versions", "[" + ", ".join(f'"{v}"' for v in versions) + "]")
+    changes = told(old, versions, torch["build"])
+    for name, end in ENDS.items():
+        ends = {
+            python: usable[end]
+            for python, found in listed.items()
+            if (usable := [v for v in found if v in versions]) and usable[end] != versions[end]
+        }
+        inner = ", ".join(f'"{python}" = "{version}"' for python, version in ends.items())
+        text = replaced(text, name, f"{{ {inner} }}" if inner else "{}")
+        changes += told_of_pythons(name, torch[name], ends, versions[end])
+    return text, changes + [
         f"Python {p} has none of these torches any more: remove it from `pythons` by hand"
         for p, found in listed.items()
         if not {*found} & {*versions}
     ]
-    text = replaced(text, "versions", "[" + ", ".join(f'"{v}"' for v in versions) + "]")
-    inner = ", ".join(f'"{python}" = "{version}"' for python, version in last.items())
-    return replaced(text, "last_for_python", f"{{ {inner} }}" if inner else "{}"), changes
 
 
 def key(version: str) -> tuple[int, ...]:
@@ -112,13 +115,12 @@ def told(old: list[str], new: list[str], build: str) -> list[str]:
     return changes
 
 
-def told_of_pythons(torch: dict, last: dict[str, str], versions: list[str]) -> list[str]:
-    before, changes = torch["last_for_python"], []
-    for python in {**before, **last}:
-        was, now = before.get(python), last.get(python)
-        if was != now:
-            changes.append(f"Python {python} ends with torch {now or versions[-1]}")
-    return changes
+def told_of_pythons(
+    name: str, before: dict[str, str], after: dict[str, str], end: str
+) -> list[str]:
+    verb = "begins" if name.startswith("first") else "ends"
+    changed = [p for p in {**before, **after} if before.get(p) != after.get(p)]
+    return [f"Python {p} {verb} with torch {after.get(p, end)}" for p in changed]
 
 
 def replaced(text: str, name: str, value: str) -> str:

@@ -85,10 +85,14 @@ def leaves_out(run: tuple[str, str], between: list[tuple[str, str]]) -> bool:
     if dirty.SHARED not in dirty.changed():
         stages.note("left out: nothing that all packages share has changed")
         return True
-    if run != workspace.drawn_run(between, dirty.seed()):
+    if run != workspace.drawn_run([r for r in between if _can_run(r)], dirty.seed()):
         stages.note("left out: of the runs between oldest and newest, one is drawn by lot")
         return True
     return False
+
+
+def _can_run(run: tuple[str, str]) -> bool:
+    return run[0] == workspace.THIS_PYTHON or workspace.has_python(run[0])
 
 
 def of_run(run: tuple[str, str], between: list[tuple[str, str]]) -> list[str]:

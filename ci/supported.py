@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ci.workspace import MATRIX, ROOT
+from ci.workspace import MATRIX, ROOT, torches_of
 
 SENTENCE = re.compile(r"One wheel serves torch .*?(?=, because)", re.S)
 PAGE = "docs/supported.md"
@@ -21,28 +21,27 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def last_torch(python: str) -> str:
-    torches = MATRIX["torch"]["versions"]
-    return MATRIX["torch"]["last_for_python"].get(python, torches[-1])
-
-
 def sentence() -> str:
     """The README's sentence, from its first word to the comma."""
     torches, pythons = MATRIX["torch"]["versions"], MATRIX["pythons"]
     text = f"One wheel serves torch {minor(torches[0])} to {minor(torches[-1])} and Python "
     text += f"{pythons[0]} to {pythons[-1]}"
-    ends = [(p, minor(last_torch(p))) for p in pythons if last_torch(p) != torches[-1]]
-    if ends:
-        text += f" ({' and '.join(f'on Python {p} torch itself ends with {t}' for p, t in ends)})"
-    return text
+    said = []
+    for verb, end in (("ends", -1), ("begins", 0)):
+        found = {p: torches_of(p)[end] for p in pythons}
+        said += [
+            f"{verb} with {minor(t)} on Python {p}" for p, t in found.items() if t != torches[end]
+        ]
+    return f"{text} (torch itself {' and '.join(said)})" if said else text
 
 
 def page() -> str:
     """The page of supported versions."""
     versions = ", ".join(MATRIX["torch"]["versions"])
     oldest = minor(MATRIX["torch"]["versions"][0])
+    ends = {p: (torches_of(p)[0], torches_of(p)[-1]) for p in MATRIX["pythons"]}
     rows = "\n".join(
-        f"| {python} | {oldest} to {minor(last_torch(python))} |" for python in MATRIX["pythons"]
+        f"| {p} | {' to '.join(dict.fromkeys(map(minor, both)))} |" for p, both in ends.items()
     )
     return f"""# Supported versions
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 MATRIX = tomllib.loads((ROOT / "ci" / "matrix.toml").read_text())
 # What reaches a wheel. Its tests and benchmarks do not.
 _SHARED_SOURCES = ("shared_csrc/include", "shared_csrc/native", "shared_csrc/__init__.py")
@@ -199,16 +201,28 @@ def find_pyenv_interpreters() -> None:
     os.environ["PYENV_VERSION"] = ":".join(names)
 
 
+def has_python(python: str) -> bool:
+    return shutil.which(f"python{python}") is not None
+
+
 def matrix_runs(this: str, is_found: Callable[[str], bool]) -> list[tuple[str, str]]:
     """Return (Python, torch): every torch on this Python, every other Python on its last torch.
 
     A torch that is the last of another Python that is found, and not of this one, is left to that.
     """
-    torches = MATRIX["torch"]["versions"]
-    last = {p: MATRIX["torch"]["last_for_python"].get(p, torches[-1]) for p in MATRIX["pythons"]}
-    own = torches[: torches.index(last.pop(this, torches[-1])) + 1]
+    last = {p: torches_of(p)[-1] for p in MATRIX["pythons"] if p != this}
+    own = torches_of(this)
     elsewhere = {last[p] for p in last if is_found(p)} - {own[-1]}
     return [(this, t) for t in own if t not in elsewhere] + list(last.items())
+
+
+def torches_of(python: str) -> list[str]:
+    """Return the supported versions of torch that have wheels for a Python."""
+    table = MATRIX["torch"]
+    first, last = (table[f"{end}_for_python"].get(python) for end in ("first", "last"))
+    versions = table["versions"]
+    end = versions.index(last) + 1 if last else None
+    return versions[versions.index(first) if first else 0 : end]
 
 
 def runs_between(runs: list[tuple[str, str]], this: str) -> list[tuple[str, str]]:
@@ -237,6 +251,24 @@ def local_wheels() -> dict[str, str]:
     """Return what shows uv the local wheels that pip is shown."""
     links = ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
     return {"UV_FIND_LINKS": links} if links else {}
+
+
+def known_to_hipcc(archs: list[str]) -> list[str]:
+    """Return the architectures that the hipcc on PATH compiles for."""
+    hipcc = shutil.which("hipcc")
+    if not hipcc:
+        raise FileNotFoundError("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
+
+    with tempfile.TemporaryDirectory() as folder:
+        (source := Path(folder, "nothing.hip")).touch()
+
+        def compiles(arch: str) -> bool:
+            command = [hipcc, f"--offload-arch={arch}", "-c", str(source), "-o", f"{source}.o"]
+            environment = os.environ | {"HIP_PLATFORM": "amd"}
+            options = {"env": environment, "capture_output": True, "timeout": 300}
+            return subprocess.run(command, **options).returncode == 0
+
+        return [arch for arch in archs if compiles(arch)]
 
 
 def client_runs(this: str) -> list[tuple[str, str]]:

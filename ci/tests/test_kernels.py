@@ -2,7 +2,7 @@
 
 import pytest
 
-from ci import kernels
+from ci import kernels, workspace
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
@@ -25,6 +25,17 @@ def test_a_sample_has_in_time_every_architecture(monkeypatch, op):
         drawn.append(kernels.archs_of(op, ARCHS))
         assert kernels.archs_of(op, ARCHS) == drawn[-1]
     assert set(drawn) == {(arch,) for arch in ARCHS}
+
+
+def test_architectures_that_a_compiler_knows(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    hipcc = tmp_path / "hipcc"
+    hipcc.write_text('#!/bin/sh\n[ "$HIP_PLATFORM" = amd ] && [ "$1" = --offload-arch=gfx90a ]\n')
+    hipcc.chmod(0o755)
+    assert workspace.known_to_hipcc(["gfx1201", "gfx90a"]) == ["gfx90a"]
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(FileNotFoundError, match="apt-get install hipcc"):
+        workspace.known_to_hipcc(["gfx90a"])
 
 
 @pytest.mark.parametrize("failure", ["warning", "error"])

@@ -3,22 +3,27 @@
 import pytest
 
 from ci import samples
-from ci.workspace import MATRIX, drawn_run, matrix_runs, runs_between, share
+from ci.workspace import MATRIX, drawn_run, matrix_runs, runs_between, share, torches_of
 
 TORCHES = MATRIX["torch"]["versions"]
 
 
-@pytest.mark.parametrize("this", [*MATRIX["pythons"], "3.14"])
+@pytest.mark.parametrize("this", [*MATRIX["pythons"], "3.16"])
 @pytest.mark.parametrize("found", [(), ("3.10",), tuple(MATRIX["pythons"])])
 def test_every_torch_and_every_python_has_a_run(this, found):
     runs = matrix_runs(this, lambda python: python in found)
     assert len(set(runs)) == len(runs)
     assert {python for python, _ in runs} == {this, *MATRIX["pythons"]}
     can_run = [run for run in runs if run[0] in (this, *found)]
-    last = MATRIX["torch"]["last_for_python"]
-    ends = {last.get(python, TORCHES[-1]) for python in (this, *found)}
-    wanted = TORCHES[: max(map(TORCHES.index, ends)) + 1]
-    assert {torch for _, torch in can_run} == set(wanted)
+    wanted = {*torches_of(this), *(torches_of(python)[-1] for python in found)}
+    assert {torch for _, torch in can_run} == wanted
+    assert all(torch in torches_of(python) for python, torch in runs)
+
+
+def test_torches_of_a_python():
+    assert torches_of("3.13") == torches_of("3.14") == torches_of("3.16") == TORCHES
+    assert torches_of("3.10") == TORCHES[:-1]
+    assert torches_of("3.15") == TORCHES[-1:]
 
 
 def test_the_ends_are_not_between():
@@ -75,13 +80,20 @@ def test_shares_of_a_run(sampled, changed, parts):
     assert seen == {str(i + 1) for i in range(parts)}
 
 
-def test_runs_that_are_left_out(sampled):
+def test_runs_that_are_left_out(sampled, monkeypatch):
+    monkeypatch.setattr(samples.workspace, "THIS_PYTHON", "3.11")
+    monkeypatch.setattr(samples.workspace, "has_python", lambda python: python != "3.14")
     between = runs_between(runs := matrix_runs("3.11", lambda python: True), "3.11")
     ends = [run for run in runs if run not in between]
     notes = sampled({"shared"}, "commit 1")
     left = [samples.leaves_out(run, between) for run in between]
     assert left.count(False) == 1
     assert len(notes) == len(between) - 1
+    drawn = set()  # never one whose Python is not here
+    for i in range(60):
+        sampled({"shared"}, f"commit {i}")
+        drawn |= {run for run in between if not samples.leaves_out(run, between)}
+    assert drawn == {run for run in between if run[0] != "3.14"}
     sampled({"apex-contrib", "examples"}, "commit 1")
     assert all(samples.leaves_out(run, between) for run in between)
     assert not any(samples.leaves_out(run, between) for run in ends)

@@ -11,6 +11,7 @@ MATRIX = """pythons = ["3.10", "3.13"]
 build = "2.13.0" # the headers
 # all of these
 versions = ["2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+first_for_python = {}
 last_for_python = { "3.10" = "2.14.1" } # no wheels
 """
 ALL = ["2.15.0", "2.14.1", "2.14.0", "2.13.0", "2.12.1", "2.12.0", "2.11.0", "2.10.0", "2.9.1"]
@@ -58,6 +59,15 @@ def test_a_python_that_gets_wheels_again_is_no_exception():
     assert "last_for_python = {} # no wheels" in text
 
 
+def test_a_python_that_has_only_later_torches():
+    torch, changes, _ = update(ALL, ["2.15.0"])
+    assert torch["first_for_python"] == {"3.10": "2.15.0"}
+    assert torch["last_for_python"] == {}
+    assert changes == ["Python 3.10 begins with torch 2.15.0", "Python 3.10 ends with torch 2.15.0"]
+    matrix = MATRIX.replace("first_for_python = {}", 'first_for_python = { "3.10" = "2.12.1" }')
+    assert update(ALL, text=matrix)[1] == ["Python 3.10 begins with torch 2.10.0"]
+
+
 def test_what_is_left_to_a_person_is_said():
     """The torch of the build leaves, and a Python has nothing that is left."""
     later = [f"2.{minor}.0" for minor in range(16, 20)]
@@ -87,8 +97,4 @@ def test_our_own_matrix_has_the_lines():
     text = (workspace.ROOT / "ci" / "matrix.toml").read_text()
     torch, pythons = workspace.MATRIX["torch"], workspace.MATRIX["pythons"]
 
-    def available(python):
-        last = torch["last_for_python"].get(python, torch["versions"][-1])
-        return torch["versions"][: torch["versions"].index(last) + 1]
-
-    assert new_torch.updated(text, torch, pythons, available) == (text, [])
+    assert new_torch.updated(text, torch, pythons, workspace.torches_of) == (text, [])

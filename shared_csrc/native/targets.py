@@ -18,7 +18,7 @@ X86_LEVELS = ("x86-64-v4", "x86-64-v3", "baseline")
 
 # What a wheel is built for unless TORCH_CUDA_ARCH_LIST or PYTORCH_ROCM_ARCH says otherwise.
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0;10.0;12.0+PTX"
-DEFAULT_ROCM_ARCHS = "gfx90a;gfx942;gfx1030;gfx1100"
+DEFAULT_ROCM_ARCHS = "gfx90a;gfx942;gfx950;gfx1030;gfx1100;gfx1201"
 
 # Names that torch takes in TORCH_CUDA_ARCH_LIST, too.
 _CUDA_NAMES = {
