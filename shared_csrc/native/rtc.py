@@ -73,7 +73,7 @@ _Find = ctypes.CFUNCTYPE(
 
 
 _Enter = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_TakesLong = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+_Asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
 class _Connection(ctypes.Structure):
@@ -84,7 +84,9 @@ class _Connection(ctypes.Structure):
         ("launch", ctypes.c_void_p),
         ("describe", ctypes.c_void_p),
         ("enter", _Enter),
-        ("takes_long_parameters", _TakesLong),
+        ("launch_as", ctypes.c_void_p),
+        ("takes_dependent_launches", _Asked),
+        ("takes_long_parameters", _Asked),
     )
 
 
@@ -365,6 +367,7 @@ def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
         try:
             found[0] = _load(kernel.contents, device, op_folders)
             connection.launch = driver().address("cuLaunchKernel")
+            connection.launch_as = driver().address("cuLaunchKernelEx")
             connection.describe = driver().address("cuGetErrorString")
             return 0
         except BaseException as error:  # C++ raises it
@@ -377,7 +380,9 @@ def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
         None,
         None,
         _Enter(lambda device: driver().enter(device)),
-        _TakesLong(takes_long_parameters),
+        None,
+        _Asked(takes_dependent_launches),
+        _Asked(takes_long_parameters),
     )
     _connections.append(connection)
     library.apex_rtc_connect(ctypes.byref(connection))
@@ -388,11 +393,23 @@ def takes_long_parameters(device: int) -> bool:
 
     Compiler, driver and card decide: from CUDA 12.1 and compute capability 7.0 on.
     """
+    return _has(device, 12010, (7, 0))
+
+
+def takes_dependent_launches(device: int) -> bool:
+    """Whether a kernel may be launched before the one in front of it has ended, in graphs too.
+
+    That is from CUDA 12.3 and compute capability 9.0 on.
+    """
+    return _has(device, 12030, (9, 0))
+
+
+def _has(device: int, cuda: int, capability: tuple[int, int]) -> bool:
     import torch
 
     try:
         known = min(driver().version(), 1000 * nvrtc().version[0] + 10 * nvrtc().version[1])
-        return known >= 12010 and torch.cuda.get_device_capability(device) >= (7, 0)
+        return known >= cuda and torch.cuda.get_device_capability(device) >= capability
     except BuildError:  # what is wrong is told where a kernel is asked for
         return False
 

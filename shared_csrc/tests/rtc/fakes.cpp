@@ -17,7 +17,8 @@ struct Kernel {
 
 namespace {
 
-int version = 13000, mode = 0, loads = 0, loads_outside_of_graphs = 0, compilations = 0;
+int version = 13000, mode = 0, dependent = 0, loads = 0, loads_outside_of_graphs = 0,
+    compilations = 0;
 std::string last_symbol, last_image;
 constexpr int kRelaxed = 2, kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201;
 thread_local int context = 0;  // of a device, from 1 on
@@ -30,6 +31,7 @@ FAKE int fake_loads_outside_of_graphs() { return loads_outside_of_graphs; }
 FAKE int fake_compilations() { return compilations; }
 FAKE int fake_context() { return context; }
 FAKE int fake_mode() { return mode; }
+FAKE int fake_dependent_launches() { return dependent; }
 FAKE const char* fake_symbol() { return last_symbol.c_str(); }
 FAKE const char* fake_image() { return last_image.c_str(); }
 
@@ -88,6 +90,27 @@ FAKE int cuLaunchKernel(void* kernel, unsigned grid_x, unsigned, unsigned, unsig
     y[i] = static_cast<float>(line.slope * i + line.offset);
   }
   return 0;
+}
+
+// CUlaunchConfig, with one attribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+struct Attribute {
+  int id, hole, value[16];
+};
+struct Configuration {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  Attribute* attributes;
+  unsigned count;
+};
+FAKE int cuLaunchKernelEx(const Configuration* as, void* kernel, void** parameters, void** extra) {
+  if (as->count != 1 || as->attributes->id != 6 || as->attributes->value[0] != 1) {
+    return kInvalidValue;
+  }
+  const int error =
+      cuLaunchKernel(kernel, as->grid[0], as->grid[1], as->grid[2], as->block[0], as->block[1],
+                     as->block[2], as->shared_bytes, as->stream, parameters, extra);
+  dependent += error == 0;
+  return error;
 }
 
 struct Program {

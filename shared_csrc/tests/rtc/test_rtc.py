@@ -4,6 +4,8 @@ import ctypes
 import errno
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,7 +25,7 @@ from shared_csrc.native.errors import BuildError  # noqa: E402
 pytestmark = pytest.mark.builds
 COUNT, SLOPE, OFFSET = 40, 0.5, 3.25
 EXPECTED = [SLOPE * i + OFFSET for i in range(COUNT)]
-CAPABILITIES = {0: (9, 0), 1: (9, 0), 2: (12, 1), 3: (7, 0), 4: (6, 1), 70: (9, 0)}
+CAPABILITIES = {0: (9, 0), 1: (9, 0), 2: (12, 1), 3: (7, 0), 4: (6, 1), 5: (8, 0), 70: (9, 0)}
 
 
 @pytest.fixture(scope="session")
@@ -39,15 +41,33 @@ def fakes(tmp_path_factory):
     return driver, built
 
 
-@pytest.fixture(scope="session")
-def drawn(tmp_path_factory):
+def built_drawn(folder, include=toolchain.INCLUDE):
     """The library of an op: what the builder makes for cuda-rtc, but for torch."""
-    built = tmp_path_factory.mktemp("drawn") / "drawn.so"
+    built = folder / "drawn.so"
     flags = toolchain.compile_flags(targets.Target(toolchain.RTC))
-    flags += [f"-I{toolchain.INCLUDE}", '-DAPEX_RTC_UNIT="drawn"', "-shared", "-Werror"]
+    flags = [flag.replace(str(toolchain.INCLUDE), str(include)) for flag in flags]
+    flags += [f"-I{include}", '-DAPEX_RTC_UNIT="drawn"', "-shared", "-Werror"]
     command = [*toolchain.find_cxx(), *flags, str(HERE / "drawn" / "drawn.cpp"), "-o", str(built)]
     subprocess.run(command, check=True, timeout=300)
     return built
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory):
+    return built_drawn(tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.fixture(scope="session")
+def dependent(tmp_path_factory):
+    """The same of headers that ask for dependent launches."""
+    folder = tmp_path_factory.mktemp("dependent")
+    shutil.copytree(toolchain.INCLUDE, include := folder / "include")
+    shapes = include / "apex" / "core" / "gpu_shapes.h"
+    text = shapes.read_text()
+    was = "bool kDependentLaunches = false;"
+    assert text.count(was) == 1
+    shapes.write_text(text.replace(was, was.replace("false", "true")))
+    return built_drawn(folder, include)
 
 
 @pytest.fixture
@@ -76,9 +96,9 @@ copies = iter(range(1000))
 def open_drawn(drawn, tmp_path):
     """Return a function that opens a copy of the library, which knows no kernel yet."""
 
-    def opened(op_folder=HERE / "drawn", connects=True):
+    def opened(op_folder=HERE / "drawn", connects=True, built=drawn):
         copy = tmp_path / f"copy{next(copies)}.so"
-        copy.write_bytes(drawn.read_bytes())
+        copy.write_bytes(built.read_bytes())
         library = ctypes.CDLL(str(copy))
         library.apex_draw.restype = ctypes.c_char_p
         if connects:
@@ -113,6 +133,32 @@ def test_driver_and_card_say_how_long_parameters_may_be(
     fakes[0].fake_version(12000 if long else 13000)
     assert library.apex_takes_long_parameters(device) == long  # it is asked once
     fakes[0].fake_version(13000)
+
+
+@pytest.mark.parametrize(
+    ("newest", "device", "launches"), [(12020, 0, 0), (12030, 0, 1), (13000, 2, 1), (13000, 5, 0)]
+)
+def test_dependent_launches_where_driver_and_card_know_them(
+    cache, open_drawn, fakes, dependent, newest, device, launches
+):
+    fakes[0].fake_version(newest)
+    before = fakes[0].fake_dependent_launches()
+    assert draw(open_drawn(), device) == EXPECTED  # which does not ask for them
+    library = open_drawn(built=dependent)
+    assert draw(library, device) == EXPECTED
+    assert draw(library, device, threads=2048) == "invalid argument"
+    assert fakes[0].fake_dependent_launches() - before == launches
+    fakes[0].fake_version(13000)
+
+
+def test_every_kernel_waits_first():
+    """Else one that begins before its operands are written would read them."""
+    kernels = []
+    for file in [*toolchain.INCLUDE.rglob("*.h"), *SHARED.parent.glob("packages/**/*.h")]:
+        for text in file.read_text().replace("#define __global__", "").split("__global__")[1:]:
+            kernels.append(re.search(r"\)\s*\{\s*(.*?);", text, re.S)[1])
+    assert len(kernels) > 15
+    assert set(kernels) == {"wait_for_kernels_before()"}
 
 
 def test_a_kernel_is_compiled_and_loaded_once_for_cards_of_a_kind(cache, open_drawn, fakes):

@@ -5,6 +5,7 @@
 // of two, a group is the lanes of one threadIdx.y.
 #pragma once
 
+#include "apex/core/gpu_shapes.h"
 #include "apex/core/types.h"
 
 // Shared memory of a block: APEX_SHARED(float, tile, [8][32]) declares `float tile[8][32]`. Types
@@ -39,17 +40,32 @@ APEX_DEVICE void sync_lanes(unsigned lanes) {
 #endif
 }
 
-#if !defined(APEX_RTC_HOST) && !defined(__CUDACC_RTC__)
+#if !defined(__CUDACC_RTC__)
 template <auto kernel, class... Arguments>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, gpu_stream stream,
             const Arguments&... arguments) {
+#if defined(APEX_RTC_HOST)
+  RtcLaunch<kernel>::run(kDependentLaunches, grid, block, shared_bytes, stream, arguments...);
+#else
   // clang-format off: it would put spaces into >>>
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   // clang-format on
+#endif
 }
 #endif
 
 #endif  // else whoever brought the GPU has brought these
+
+// First in every kernel, whose launch may not have waited for those before it: they end here, and
+// what they wrote is there. Those behind may begin, and wait for this one in turn.
+APEX_DEVICE void wait_for_kernels_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kDependentLaunches) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
+#endif
+}
 
 // Lanes of a thread's group.
 APEX_DEVICE int group_lanes() {

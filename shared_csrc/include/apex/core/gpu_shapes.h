@@ -13,6 +13,10 @@ inline namespace APEX_BACKEND_NS {
 // 16-byte stores that leave the caches first, for what is not read again soon. CUDA alone.
 inline constexpr bool kStreamingStores = false;
 
+// Kernels begin while those before them end (programmatic dependent launch), and wait within. For
+// kernels that NVRTC compiles, from compute capability 9.0 on.
+inline constexpr bool kDependentLaunches = false;
+
 // Rows. A group of lanes takes a short row, which needs no barrier; a longer one has a block.
 inline constexpr int kFewestLanes = 8;     // of a row
 inline constexpr int kGroupThreads = 128;  // of a block of rows that groups take

@@ -64,6 +64,7 @@ inline constexpr int kMergeRows = Program::kSums <= 4 ? 32 : 8;
 template <class Program, class P>
 __global__ void __launch_bounds__(kGroupLanes* kMergeRows<Program>)
     colwise_merge(int64_t splits, int64_t columns, const P* partials, Program program) {
+  wait_for_kernels_before();
   constexpr int kSums = Program::kSums, kRows = kMergeRows<Program>;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kGroupLanes + threadIdx.x;
   auto part_of = [&](int64_t split) {
@@ -110,6 +111,7 @@ void in_splits(const Context& context, int64_t splits, int64_t columns, const Pr
 template <class Program, int N>
 __global__ void __launch_bounds__(kTileThreads)
     column_packs(TileShape shape, double* partials, Program program) {
+  wait_for_kernels_before();
   const ColumnTile<Program, N> tile(shape);
   const Program of_tile = [&] {
     if constexpr (HasBefore<Program>) return tile.with_before(program);
@@ -152,6 +154,7 @@ void colwise(const Context& context, int64_t rows, int64_t columns, const Progra
 template <class Program, int kPacks, class T>
 __global__ void APEX_LAUNCH_BOUNDS((row_threads<kPacks, true>()), kKeptResidentBlocks)
     rowwise_columns(int64_t rows, int64_t columns, T* partials, Program program) {
+  wait_for_kernels_before();
   constexpr int N = staged_pack<Program>();
   APEX_SHARED(T, exchange, [kGroupThreads * N]);
   int phase = 0;

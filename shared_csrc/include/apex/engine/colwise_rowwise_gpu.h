@@ -104,6 +104,7 @@ class SampleTile : public ColumnTile<Program, N> {
 template <class Program, int N, class T>
 __global__ void __launch_bounds__(kTileThreads)
     sample_sums(TileShape shape, T* partials, Program program) {
+  wait_for_kernels_before();
   const SampleTile<Program, N> tile(shape);
   const Program of_sample = tile.with_before(program.of_sample(tile.matrix()));
   const ThreadSums<Program, N> own(of_sample, tile.rows());
@@ -117,6 +118,7 @@ __global__ void __launch_bounds__(kTileThreads)
 template <class Program, int N, class T>
 __global__ void __launch_bounds__(kTileThreads)
     sample_rows(TileShape shape, const T* partials, int64_t splits, Program program) {
+  wait_for_kernels_before();
   const SampleTile<Program, N> tile(shape);
   const Program all = tile.with_all(program.of_sample(tile.matrix()), partials, splits);
   ThreadRows<T, N> own = tile.rows();

@@ -38,6 +38,7 @@ template <bool kLong, int K, class F, class... Columns>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_fold_chunks(ForeachBatch<sizeof...(Columns), kFoldChunk, kLong> batch,
                         Partials<kFoldChunk> partials, F functor) {
+  wait_for_kernels_before();
   batch.template with_views<ColumnView<Columns>...>([&](int tensor, int64_t, const auto&... views) {
     fold_block<K>(functor, batch, partials, tensor, views...);
   });
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(kForeachThreads)
 template <int K, class Own, class F>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_fold_tensors(Partials<kFoldChunk> partials, double* sums, F functor) {
+  wait_for_kernels_before();
   if (skipped(functor)) return;
   for (int k = 0; k < K; ++k) {
     double sum = partials.combined(blockIdx.x, k, FoldTerms<Own>{});

@@ -67,6 +67,7 @@ template <bool kLong, class F, class... Columns>
 __global__ void APEX_LAUNCH_BOUNDS(kForeachThreads, kForeachResidentBlocks)
     foreach_kernel(ForeachBatch<sizeof...(Columns), foreach_elements<Columns...>(), kLong> batch,
                    F functor) {
+  wait_for_kernels_before();
   batch.template with_views<ColumnView<Columns>...>(
       [&](int tensor, int64_t begin, const auto&... views) {
         foreach_block(functor, batch, tensor, begin, views...);

@@ -44,6 +44,7 @@ template <bool kLong, class F, class S>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_chunks(ForeachBatch<1, kReduceChunk, kLong> batch,
                           Partials<kReduceChunk> partials, F functor) {
+  wait_for_kernels_before();
   partials.locate(batch);
   batch.template with_views<ColumnView<In<S>>>([&](int tensor, int64_t, const auto& view) {
     const double partial = reduce_chunk(functor, batch.elements_of_block(tensor), view);
@@ -63,6 +64,7 @@ template <class F, class R>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_tensors(Partials<kReduceChunk> partials, double* combined, R* per_tensor,
                            F functor) {
+  wait_for_kernels_before();
   double result = partials.combined(blockIdx.x, 0, Combine<F>{});
   if (threadIdx.x != 0) return;
   combined[blockIdx.x] = result;
@@ -74,6 +76,7 @@ __global__ void __launch_bounds__(kForeachThreads)
 template <class F, class R>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_total(int64_t count, const double* parts, R* total, F functor) {
+  wait_for_kernels_before();
   double result = 0;
   for (int64_t i = threadIdx.x; i < count; i += kForeachThreads) {
     result = F::combine(result, parts[i]);

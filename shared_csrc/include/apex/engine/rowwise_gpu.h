@@ -42,6 +42,7 @@ template <class Program, int kPacks, bool kKept>
 __global__ void APEX_LAUNCH_BOUNDS((row_threads<kPacks, kKept>()),
                                    kKept ? kKeptResidentBlocks : kRowResidentBlocks)
     rowwise_kernel(int64_t rows, int64_t columns, Program program) {
+  wait_for_kernels_before();
   int phase = 0;
   Row<typename Program::value_type, staged_pack<Program>(), kPacks, kKept> row(columns, &phase);
   rows_of_block(rows, row, program);

@@ -42,6 +42,7 @@ class SampleGroup {
 
 template <class Program>
 __global__ void __launch_bounds__(kSampleThreads) samplewise_kernel(Program program) {
+  wait_for_kernels_before();
   SampleGroup group;
   program.sample(group);
 }

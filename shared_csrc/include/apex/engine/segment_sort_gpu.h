@@ -133,6 +133,7 @@ template <class F>
 __global__ void __launch_bounds__(kSegmentThreads)
     segment_ranks(int rows, int64_t count, F segment_of, int32_t* keys, int32_t* order,
                   int32_t* offsets) {
+  wait_for_kernels_before();
   APEX_SHARED(RankPack, packs, [kRankPacks]);
   const int64_t i = first_of_thread();
   const bool is_row = i < rows;
@@ -181,6 +182,7 @@ struct SortShape {
 template <class F, class I>
 __global__ void __launch_bounds__(kSortThreads<I>)
     segment_counts(SortShape shape, int64_t count, F segment_of, unsigned* counts, I* keys) {
+  wait_for_kernels_before();
   APEX_DYNAMIC_SHARED(memory);
   auto* sizes = reinterpret_cast<unsigned*>(memory);
   const int digits = shape.digits(), thread = threadIdx.x;
@@ -346,6 +348,7 @@ template <class I>
 __global__ void __launch_bounds__(kSortThreads<I>)
     segment_moves(SortShape shape, int pass, unsigned* counts, SortedRows<I> from,
                   SortedRows<I> to) {
+  wait_for_kernels_before();
   APEX_DYNAMIC_SHARED(memory);
   I* places = reinterpret_cast<I*>(memory);
   auto* sizes = reinterpret_cast<uint16_t*>(places + shape.digits());

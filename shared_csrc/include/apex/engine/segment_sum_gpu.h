@@ -255,6 +255,7 @@ APEX_DEVICE void add_part(const Program& program, const Part& part, const PackOf
 template <bool kRows, class Grouped, class Program>
 __global__ void APEX_LAUNCH_BOUNDS(kSegmentThreads, kSegmentResidentBlocks)
     segment_heads(Grouped segments, int64_t columns, SegmentSums<Program>* heads, Program program) {
+  wait_for_kernels_before();
   constexpr int N = kSegmentPack<Program>;
   const int64_t packs = (columns + N - 1) / N;
   for (int64_t i = first_of_thread(); i < segments.heads * packs; i += all_threads()) {
@@ -274,6 +275,7 @@ template <bool kRows, class Grouped, class Program>
 __global__ void APEX_LAUNCH_BOUNDS(kSegmentThreads, kSegmentResidentBlocks)
     segment_sums(Grouped segments, int64_t columns, const SegmentSums<Program>* heads,
                  Program program) {
+  wait_for_kernels_before();
   using T = typename Program::value_type;
   constexpr int N = kSegmentPack<Program>, kSums = Program::kSums;
   const int64_t packs = (columns + N - 1) / N;

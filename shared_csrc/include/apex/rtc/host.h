@@ -57,6 +57,22 @@ namespace apex {
 
 struct RtcKernel;
 
+// CUlaunchAttribute and CUlaunchConfig of the driver.
+struct RtcAttribute {
+  int id;
+  union {
+    alignas(8) char bytes[64];
+    int number;
+  };
+};
+struct RtcConfiguration {
+  unsigned grid[3], block[3], shared_bytes;
+  cudaStream_t stream;
+  const RtcAttribute* attributes;
+  unsigned count;
+};
+static_assert(sizeof(RtcAttribute) == 72 && sizeof(RtcConfiguration) == 56);
+
 // What native/nvrtc.py and the driver do for a library.
 struct RtcConnection {
   // Gives the kernel for a device, compiled and loaded; else a text of what is in the way, and 1.
@@ -67,6 +83,11 @@ struct RtcConnection {
   int (*describe)(int error, const char** text);
   // Makes the device's context the thread's, as CUDA's runtime does in calls that launches lack.
   void (*enter)(int device);
+  // As `launch`, by a description; with attributes.
+  int (*launch_as)(const RtcConfiguration* configuration, void* kernel, void** parameters,
+                   void** extra);
+  // Whether a kernel may begin before the one in front of it has ended.
+  int (*takes_dependent_launches)(int device);
   // Whether a kernel may have 32,764 bytes of parameters instead of 4 KiB.
   int (*takes_long_parameters)(int device);
 };
@@ -107,6 +128,7 @@ inline namespace cuda {
 
 inline constexpr int kRtcDevices = 64;
 inline constexpr int kRtcInvalidContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
+inline constexpr int kRtcDependent = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 inline void* rtc_find(const RtcKernel& kernel) {
   char problem[4096] = "";
@@ -118,15 +140,19 @@ inline void* rtc_find(const RtcKernel& kernel) {
 }
 
 // Of the device where an op runs; asked once.
-inline bool rtc_takes_long_parameters() {
+template <int (*RtcConnection::*question)(int)>
+bool rtc_device_has() {
   static std::atomic<int> known[kRtcDevices];  // 1 is no, 2 is yes
   if (rtc_device >= kRtcDevices) return false;
   int answer = known[rtc_device].load(std::memory_order_relaxed);
   if (answer == 0) {
-    answer = rtc_connection().takes_long_parameters(rtc_device) ? 2 : 1;
+    answer = (rtc_connection().*question)(rtc_device) ? 2 : 1;
     known[rtc_device].store(answer, std::memory_order_relaxed);
   }
   return answer == 2;
+}
+inline bool rtc_takes_long_parameters() {
+  return rtc_device_has<&RtcConnection::takes_long_parameters>();
 }
 
 template <auto kernel>
@@ -142,7 +168,8 @@ struct RtcLaunch<kernel> {
     return bytes;
   }
 
-  static void run(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+  // `dependent`: it need not wait for the kernel before it, where the device knows that.
+  static void run(bool dependent, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                   Parameters... parameters) {
     static std::atomic<void*> kept[kRtcDevices];
     bool keeps = rtc_device < kRtcDevices;
@@ -152,10 +179,18 @@ struct RtcLaunch<kernel> {
       if (keeps) kept[rtc_device].store(found, std::memory_order_release);
     }
     void* addresses[] = {&parameters..., nullptr};
+    const auto bytes = static_cast<unsigned>(shared_bytes);
+    dependent = dependent && rtc_device_has<&RtcConnection::takes_dependent_launches>();
     auto start = [&] {
-      return rtc_connection().launch(found, grid.x, grid.y, grid.z, block.x, block.y, block.z,
-                                     static_cast<unsigned>(shared_bytes), stream, addresses,
-                                     nullptr);
+      if (!dependent) {
+        return rtc_connection().launch(found, grid.x, grid.y, grid.z, block.x, block.y, block.z,
+                                       bytes, stream, addresses, nullptr);
+      }
+      RtcAttribute serialization{kRtcDependent, {}};
+      serialization.number = 1;
+      const RtcConfiguration configuration{
+          {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, bytes, stream, &serialization, 1};
+      return rtc_connection().launch_as(&configuration, found, addresses, nullptr);
     };
     rtc_error = start();
     if (rtc_error == kRtcInvalidContext) {
@@ -172,12 +207,6 @@ struct RtcLaunch<kernel> {
   }
   static inline const RtcKernel& listed = list();
 };
-
-template <auto kernel, class... Arguments>
-void launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-            const Arguments&... arguments) {
-  RtcLaunch<kernel>::run(grid, block, shared_bytes, stream, arguments...);
-}
 
 }  // namespace cuda
 }  // namespace apex

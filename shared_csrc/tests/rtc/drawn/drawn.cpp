@@ -8,7 +8,9 @@ namespace {
 struct Hidden {};
 
 template <class T>
-__global__ void draw_hidden(float*) {}
+__global__ void draw_hidden(float*) {
+  apex::wait_for_kernels_before();
+}
 
 }  // namespace
 

@@ -13,6 +13,7 @@ struct Line {
 
 template <class T>
 __global__ void draw(T* y, int count, Line line) {
+  wait_for_kernels_before();
   int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i < count) y[i] = static_cast<T>(line.slope * i + line.offset);
 }
