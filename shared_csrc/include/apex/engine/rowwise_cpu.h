@@ -253,10 +253,9 @@ class Row {
   }
 
   // functor(Array<T, N>& sums, values...) for every column, with that column's running sums. It may
-  // write, as that of `each`. Or functor(index) makes that of a row.
+  // write, as that of `each`.
   template <int N, class F, class... Views>
   void accumulate(const F& functor, const Views&... views) {
-    if constexpr (kMadeForRow<F>) return accumulate<N>(functor(index_), views...);
     Lanes<T, Views...> pack(views...);
     lay_sums_of<Lanes<T, Views...>, Views...>();
     int64_t column = 0;
@@ -269,6 +268,13 @@ class Row {
     if (int count = static_cast<int>(columns_ - column); count > 0) {
       accumulate_end<N>(column, count, functor, views...);
     }
+  }
+
+  // of_row(index) makes the functor of a row.
+  template <int N, class F, class... Views>
+    requires kMadeForRow<F>
+  void accumulate(const F& of_row, const Views&... views) {
+    accumulate<N>(of_row(index_), views...);
   }
 
   // Puts the running sums of `count` numbers per column, which lie by slot, in order of columns.
