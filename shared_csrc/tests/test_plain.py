@@ -23,6 +23,7 @@ from shared_csrc.native.plain import (  # noqa: E402
     NOT_PLAIN,
     WITH_GRADIENT,
     WITHOUT_GRADIENT,
+    explain,
     plainness,
 )
 
@@ -195,6 +196,20 @@ def test_composed_without_kept_results():
     y = identity(None, x)
     y.mul_(3).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+def test_explained_errors():
+    def check(x):
+        if x is None:
+            raise TypeError("x is None")
+
+    error = torch.OutOfMemoryError("no memory")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        explain(error, check, torch.ones(2))
+    assert raised.value is error
+    with pytest.raises(TypeError, match="x is None") as raised:
+        explain(error, check, None)
+    assert raised.value.__suppress_context__
 
 
 def test_formulas_ask_once(monkeypatch):

@@ -14,7 +14,7 @@ from apex.contrib._shared.native.composed import Composed
 from apex.contrib._shared.native.half_products import needs_float32
 from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import FLOATS, autocast
-from apex.contrib._shared.native.plain import plainness
+from apex.contrib._shared.native.plain import explain, plainness
 from apex.contrib.dense_blaslt import dense_gelu_gradient, dense_with_gelu
 from apex.contrib.dense_epilogue import (
     GELU,
@@ -100,10 +100,14 @@ _gelu_dense = Composed(
 )
 
 
-def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     name = "dense_no_bias_function" if bias is None else "fused_dense_function"
     check_input(name, input)
     check_layer(name, input, input.shape[-1], weight, bias)
+
+
+def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _check_dense(input, weight, bias)
     if needs_float32(input, weight):
         wide = [t if t is None else t.float() for t in (input, weight, bias)]
         return dense(None, *wide).to(input.dtype)
@@ -166,8 +170,8 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> 
             )
         ):
             return dense.plain[answer](None, input, weight, bias)
-    except (AttributeError, RuntimeError):  # of None, and of torch's checks: said below
-        pass
+    except (AttributeError, RuntimeError) as error:  # of None, and of torch's checks
+        explain(error, _check_dense, input, weight, bias)
     return _apply_dense(*autocast(input, weight, bias))
 
 
