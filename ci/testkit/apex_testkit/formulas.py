@@ -323,6 +323,17 @@ def check_in_place(case, device):
         torch.testing.assert_close(actual, expected)
 
 
+def check_zero_gradient(case, device):
+    """A gradient of zeros, which autograd hands on without memory, as that of torch.sgn is."""
+    fused, values = case.of_grads(case.arguments(torch.float32, device))
+    y = fused(*[v.requires_grad_() for v in values])
+    y.register_hook(lambda gradient: zeros.append(gradient._is_zerotensor()))
+    zeros = []
+    for gradient in torch.autograd.grad(y.sgn().sum(), values):
+        assert torch.count_nonzero(gradient) == 0
+    assert zeros == [True]
+
+
 def check_hook_fails(case, device):
     """An error of a hook on saved tensors reaches the user, and nothing runs a second time."""
     for kind in (RuntimeError, AttributeError):
@@ -359,6 +370,7 @@ CHECKS = {
         check_some_gradients,
         check_batch_invariance,
         check_in_place,
+        check_zero_gradient,
         check_hook_fails,
     )
 }

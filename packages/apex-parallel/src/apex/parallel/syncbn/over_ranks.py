@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd import Function
+from torch import Tensor, is_grad_enabled
+from torch.autograd import Function, forward_ad
 
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
-from .._shared.native.plain import WITH_GRADIENT, apply_of, direct, plainness
+from .._shared.native.plain import NOT_PLAIN, WITH_GRADIENT, apply_of, direct, plainness
 from .._shared.native.rank_statistics import batch_statistics, reduce_sums
 from .._shared.native.transforms import refuse_transforms
 from .arrange import (
@@ -84,7 +84,7 @@ class SyncBatchnormFunction(Function):
     @once_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, z, weight and bias; the latter two of this rank's elements alone."""
-        return _gradients(reduce_bn, batchnorm_backward, ctx, grad_output)
+        return _gradients(ctx, grad_output, NOT_PLAIN)
 
 
 def _normalize(plain: int, ctx: Any, input: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
@@ -126,12 +126,18 @@ def _normalize(plain: int, ctx: Any, input: Tensor, z: Tensor | None, *rest: Any
 
 
 def _gradients(
-    run_sums: Any, run_backward: Any, ctx: Any, grad_output: Tensor
+    ctx: Any, grad_output: Tensor, plain: int = WITH_GRADIENT
 ) -> tuple[Tensor | None, ...]:
+    if plain and (
+        is_grad_enabled() or forward_ad._current_level >= 0 or grad_output._is_zerotensor()
+    ):
+        return SyncBatchnormFunction.backward(ctx, grad_output)
+    run_sums = _run_sums if plain else reduce_bn
+    run_backward = _run_backward if plain else batchnorm_backward
     input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
     layout, needs = ctx.layout, ctx.needs_input_grad
     moves, last = layout.moved or layout.flattened is not None, layout.channel_last
-    dy = grad_output.to(input.dtype)
+    dy = grad_output if plain else grad_output.to(input.dtype)
     dy = layout.arrange(dy) if moves else dy.contiguous()
     x = copy
     if copy is None:
@@ -156,11 +162,13 @@ def _gradients(
     return dx, dz, grad_weight, grad_bias, *[None] * 9
 
 
-_run_forward = direct(batchnorm_forward)
+_run_forward, _run_sums, _run_backward = map(
+    direct, (batchnorm_forward, reduce_bn, batchnorm_backward)
+)
 apply_plain = apply_of(
     SyncBatchnormFunction.__name__,
     functools.partial(_normalize, WITH_GRADIENT),
-    once_only(functools.partial(_gradients, direct(reduce_bn), direct(batchnorm_backward))),
+    _gradients,
     SyncBatchnormFunction.backward,
 )
 """``SyncBatchnormFunction.apply`` of plain calls, with all arguments."""
