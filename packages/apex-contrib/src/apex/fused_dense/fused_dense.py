@@ -63,9 +63,11 @@ def _gelu_dense_forward(
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
+    *,
+    plain: bool = False,
 ) -> tuple[Tensor, ...]:
     """The output, and GELU's input and output."""
-    made = dense_with_gelu(x, weight1, bias1)
+    made = dense_with_gelu(x, weight1, bias1, plain)
     if made is None:
         gelu_in = F.linear(x, weight1, bias1)
         hidden = dense_gelu(gelu_in)
@@ -75,20 +77,20 @@ def _gelu_dense_forward(
 
 
 def _gelu_dense_backward(
-    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
+    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor], plain: bool = False
 ) -> list[Tensor | None]:
     x, weight1, _, weight2, _, gelu_in, hidden = saved
     dy = dy if dy.dim() == 2 else as_matrix(dy)
-    _, *of_second = linear_gradients(None, (False, *needs[3:]), dy, (hidden, weight2))
+    _, *of_second = linear_gradients(None, (False, *needs[3:]), dy, (hidden, weight2), plain)
     if True not in needs[:3]:
         return [None, None, None, *of_second]
-    made = dense_gelu_gradient(dy, weight2, gelu_in, needs[2])
+    made = dense_gelu_gradient(dy, weight2, gelu_in, needs[2], plain)
     if made is None:
         dhidden = dy.mm(weight2)
         made = dense_activation_backward(dhidden, as_matrix(gelu_in), GELU, needs[2])
     dgelu, dbias1 = made
     asked = *needs[:2], False
-    dx, dweight1, _ = linear_gradients(None, asked, dgelu, (x, weight1))
+    dx, dweight1, _ = linear_gradients(None, asked, dgelu, (x, weight1), plain)
     return [dx, dweight1, dbias1 if needs[2] else None, *of_second]
 
 
@@ -97,6 +99,7 @@ _gelu_dense = Composed(
     _gelu_dense_forward,
     _gelu_dense_backward,
     _plain_gelu_dense,
+    is_asked=True,
 )
 
 
