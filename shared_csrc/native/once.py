@@ -30,7 +30,9 @@ class _NoSecondDerivative(Function):
     jvp = backward  # forward mode over a gradient
 
 
-def not_twice_differentiable(name: str, remedy: str) -> Callable[[Callable], Callable]:
+def not_twice_differentiable(
+    name: str, remedy: str, plain: bool = False
+) -> Callable[[Callable], Callable]:
     """Decorate a function's ``backward``: its gradients raise where they are differentiated.
 
     It is given memory for a gradient of zeros that autograd hands on without, as of torch.sgn.
@@ -40,13 +42,14 @@ def not_twice_differentiable(name: str, remedy: str) -> Callable[[Callable], Cal
 
     Args:
         name, remedy: of the function, and what to use instead, for the message.
+        plain: whether it is the backward of plain calls, which no compiler sees.
     """
     message = f"{name}: the gradient cannot be differentiated again. {remedy}"
 
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
         def wrapped(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-            if not is_dynamo_compiling() and dy._is_zerotensor():
+            if (plain or not is_dynamo_compiling()) and dy._is_zerotensor():
                 dy = torch.zeros_like(dy)
             if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):
                 return backward(ctx, dy)

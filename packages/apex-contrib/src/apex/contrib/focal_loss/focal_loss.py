@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from .._shared.native.formula import Formula
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact
-from .._shared.native.plain import explain, plainness
 from . import ops
 
 __all__ = ["FocalLoss", "decompositions", "focal_loss"]
@@ -93,25 +92,8 @@ def focal_loss(
         torch.Size([])
     """
     x, targets = cls_output, cls_targets_at_level
-    given = x, targets, num_positive_sum, num_real_classes, gamma, label_smoothing
-    try:
-        if (
-            (answer := plainness(x, targets))
-            and x.dim() == 2
-            and not x.is_meta
-            and 0 <= label_smoothing <= 1
-            and (
-                not isinstance(num_positive_sum, Tensor)
-                or (num_positive_sum.numel() == 1 and num_positive_sum.device == x.device)
-            )
-        ):
-            numbers = int(num_real_classes), float(alpha), float(gamma), float(label_smoothing)
-            losses = _focal.plain[answer](x.contiguous(), targets.contiguous(), *numbers)
-            return losses.sum() / num_positive_sum
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-        explain(error, check_operands, *given)
-    check_operands(*given)
-    numbers = int(num_real_classes), float(alpha), float(gamma), float(label_smoothing)
+    check_operands(x, targets, num_positive_sum, num_real_classes, gamma, label_smoothing)
+    numbers = (int(num_real_classes), float(alpha), float(gamma), float(label_smoothing))
     if x.dim() != 2:
         x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     return _focal(exact(x), exact(targets), *numbers).sum() / num_positive_sum

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, is_grad_enabled
-from torch.autograd import Function, forward_ad
+from torch import Tensor
+from torch.autograd import Function
 
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import FLOATS, check_floating, exact, statistics_dtype
@@ -61,9 +61,8 @@ def _plain_forward(ctx: Any, x: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
     return y
 
 
+@not_twice_differentiable("group batch norm", _REMEDY, plain=True)
 def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    if is_grad_enabled() or forward_ad._current_level >= 0 or dy._is_zerotensor():
-        return _Normalize.backward(ctx, dy)
     x, weight, mean, inv_std, count, y = ctx.saved_tensors
     dy, needs = dy.contiguous(), ctx.needs_input_grad
     if count is None:  # constant statistics

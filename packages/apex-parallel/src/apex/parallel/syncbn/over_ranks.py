@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, is_grad_enabled
-from torch.autograd import Function, forward_ad
+from torch import Tensor
+from torch.autograd import Function
 
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
@@ -32,10 +32,10 @@ def refuse_batch_norm_transforms() -> None:
     refuse_transforms(NAME, "Use torch.nn.BatchNorm2d, or the like, there.")
 
 
-def once_only(backward: Callable) -> Callable:
+def once_only(backward: Callable, plain: bool = False) -> Callable:
     """Decorate a function's ``backward``: its gradients raise where they are differentiated."""
     remedy = "Use torch.nn.BatchNorm2d, or the like, where a second derivative is needed."
-    return not_twice_differentiable(NAME, remedy)(backward)
+    return not_twice_differentiable(NAME, remedy, plain)(backward)
 
 
 class SyncBatchnormFunction(Function):
@@ -125,19 +125,12 @@ def _normalize(plain: int, ctx: Any, input: Tensor, z: Tensor | None, *rest: Any
     return layout.output(out) if moves else out
 
 
-def _gradients(
-    ctx: Any, grad_output: Tensor, plain: int = WITH_GRADIENT
-) -> tuple[Tensor | None, ...]:
-    if plain and (
-        is_grad_enabled() or forward_ad._current_level >= 0 or grad_output._is_zerotensor()
-    ):
-        return SyncBatchnormFunction.backward(ctx, grad_output)
-    run_sums = _run_sums if plain else reduce_bn
-    run_backward = _run_backward if plain else batchnorm_backward
+def _gradients(ctx: Any, dy: Tensor, plain: int = WITH_GRADIENT) -> tuple[Tensor | None, ...]:
+    run_sums, run_backward = _RUN_BACKWARD if plain else (reduce_bn, batchnorm_backward)
     input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
     layout, needs = ctx.layout, ctx.needs_input_grad
     moves, last = layout.moved or layout.flattened is not None, layout.channel_last
-    dy = grad_output if plain else grad_output.to(input.dtype)
+    dy = dy if plain else dy.to(input.dtype)
     dy = layout.arrange(dy) if moves else dy.contiguous()
     x = copy
     if copy is None:
@@ -162,13 +155,12 @@ def _gradients(
     return dx, dz, grad_weight, grad_bias, *[None] * 9
 
 
-_run_forward, _run_sums, _run_backward = map(
-    direct, (batchnorm_forward, reduce_bn, batchnorm_backward)
-)
+_run_forward = direct(batchnorm_forward)
+_RUN_BACKWARD = direct(reduce_bn), direct(batchnorm_backward)
 apply_plain = apply_of(
     SyncBatchnormFunction.__name__,
     functools.partial(_normalize, WITH_GRADIENT),
-    _gradients,
+    once_only(_gradients, plain=True),
     SyncBatchnormFunction.backward,
 )
 """``SyncBatchnormFunction.apply`` of plain calls, with all arguments."""
