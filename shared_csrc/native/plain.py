@@ -52,17 +52,17 @@ def plainness(*tensors: Any) -> int:
     return answer if answer == WITHOUT_GRADIENT or is_grad_enabled() else WITHOUT_GRADIENT
 
 
-def explain(error: Exception, check: Callable[..., Any], *arguments: Any) -> NoReturn:
-    """Raise what ``check`` says of a plain call's arguments; the call's own error if it is silent.
+def explain(check: Callable[..., Any], *arguments: Any) -> NoReturn:
+    """Within ``except``: raise what ``check`` says of a plain call's arguments, else the error.
 
-    Then a hook on saved tensors has failed, memory is full, or a kernel was not built. Nothing may
-    run again: the error might not come a second time.
+    If the check is silent, a hook on saved tensors has failed, memory is full, or a kernel was not
+    built. Nothing may run again: the error might not come a second time.
     """
     try:
         check(*arguments)
     except Exception as said:
         raise said from None
-    raise error
+    raise  # by no name: the error would hold its own frames, and their tensors
 
 
 def direct(overload: Any) -> Callable[..., Any]:

@@ -1,7 +1,10 @@
 """When a call is plain, and that the functions of plain calls are those of all others."""
 
+import contextlib
 import copy
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -204,12 +207,39 @@ def test_explained_errors():
             raise TypeError("x is None")
 
     error = torch.OutOfMemoryError("no memory")
+
+    def call(x):
+        try:
+            raise error
+        except RuntimeError:
+            explain(check, x)
+
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        explain(error, check, torch.ones(2))
+        call(torch.ones(2))
     assert raised.value is error
     with pytest.raises(TypeError, match="x is None") as raised:
-        explain(error, check, None)
+        call(None)
     assert raised.value.__suppress_context__
+
+
+def test_errors_hold_no_tensors():
+    """As soon as an error is dropped, so is what its frames held: memory may be full."""
+
+    def call(x):
+        try:
+            raise RuntimeError
+        except RuntimeError:
+            explain(lambda x: None, x)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            held = weakref.ref(x := torch.ones(2))
+            call(x)
+        del x
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_formulas_ask_once(monkeypatch):

@@ -173,8 +173,8 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> 
             )
         ):
             return dense.plain[answer](None, input, weight, bias)
-    except (AttributeError, RuntimeError) as error:  # of None, and of torch's checks
-        explain(error, _check_dense, input, weight, bias)
+    except (AttributeError, RuntimeError):  # of None, and of torch's checks
+        explain(_check_dense, input, weight, bias)
     return _apply_dense(*autocast(input, weight, bias))
 
 

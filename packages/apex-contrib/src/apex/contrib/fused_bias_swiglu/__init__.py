@@ -91,8 +91,8 @@ def fused_bias_swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
         ):
             bias = bias if bias is None else bias.contiguous()
             return _swiglu.plain[answer](input.contiguous(), bias)
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-        explain(error, check_operands, input, bias)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(check_operands, input, bias)
     input, bias = autocast(input, bias)
     check_operands(input, bias)
     return _swiglu(exact(input), None if bias is None else exact(bias))

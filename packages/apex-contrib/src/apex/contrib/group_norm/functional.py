@@ -63,9 +63,9 @@ def group_norm(
             and not x.is_meta
         ):
             return group_norm_nhwc.plain[answer](x, weight, bias, G, eps, silu, zero_centered_gamma)
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
         if are_exact(weight, bias):
-            explain(error, check, x, G, weight, bias, eps)
+            explain(check, x, G, weight, bias, eps)
     check(x, G, weight, bias, eps)
     if weight is not None:
         weight = exact(beside(x, weight))

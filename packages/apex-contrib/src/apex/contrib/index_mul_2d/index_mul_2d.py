@@ -74,8 +74,8 @@ def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
     try:
         if (answer := plainness(in1, in2, idx1)) and not in1.is_meta:
             return _index_mul.plain[answer](in1.contiguous(), in2.contiguous(), idx1.contiguous())
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-        explain(error, check_operands, in1, in2, idx1)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(check_operands, in1, in2, idx1)
     check_operands(in1, in2, idx1)
     return _index_mul(exact(in1), exact(in2), exact(idx1))
 

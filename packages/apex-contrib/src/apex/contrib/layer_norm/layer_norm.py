@@ -153,8 +153,8 @@ def _normalize(
         ):
             operands = x.contiguous(), weight.contiguous(), bias.contiguous()
             return call.plain[answer](*operands, epsilon, zero_centered_gamma)
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-        explain(error, _check, x, weight, bias, epsilon)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(_check, x, weight, bias, epsilon)
     if casts:
         x, weight, bias = autocast_norm(x, weight, bias)
     _check(x, weight, bias, epsilon)

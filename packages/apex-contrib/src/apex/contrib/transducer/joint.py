@@ -152,8 +152,8 @@ class TransducerJointFunc(NamedFunction):
                 numbers = f_len.long().contiguous(), g_len.long().contiguous(), None, None
                 given = f.contiguous(), g.contiguous(), *numbers, 0, bool(relu), 1.0
                 return _joint.plain[answer](*given)
-        except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-            explain(error, _check, f, g, f_len, g_len, None)
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+            explain(_check, f, g, f_len, g_len, None)
         _check_probability(dropout_prob)
         packed = (batch_offset, packed_batch) if pack_output else None
         _check(f, g, f_len, g_len, packed)

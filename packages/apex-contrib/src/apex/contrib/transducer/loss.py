@@ -120,8 +120,8 @@ class TransducerLoss(nn.Module):
                 given = x.contiguous(), label.long().contiguous(), *lengths, None
                 loss = _loss.plain[answer](*given, int(blank_idx), x.shape[1], True)
                 return loss.to(x.dtype)
-        except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-            explain(error, _check, x, label, f_len, y_len, blank_idx, None)
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+            explain(_check, x, label, f_len, y_len, blank_idx, None)
         packed = (batch_offset, max_f_len) if self.packed_input else None
         arguments = arguments_of(x, label, f_len, y_len, blank_idx, packed)
         if debug_list is not None and len(debug_list) == 0:

@@ -124,8 +124,8 @@ class SoftmaxCrossEntropyLoss(NamedFunction):
             if (answer := plainness(logits, labels)) and not (half_to_float or logits.is_meta):
                 call = _softmax_xentropy.plain[answer]
                 return call(logits, labels, smoothing, padding_idx, False)
-        except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-            explain(error, _check, logits, labels, smoothing, half_to_float)
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+            explain(_check, logits, labels, smoothing, half_to_float)
         _check(logits, labels, smoothing, half_to_float)
         return _softmax_xentropy(logits, labels, smoothing, padding_idx, half_to_float)
 

@@ -49,9 +49,9 @@ def run_layer_norm(
             return _plain_layer_norm[answer](
                 x.contiguous(), weight, bias, normalized_shape[0], eps, zero_centered_gamma
             )
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
         if are_exact(weight, bias):
-            explain(error, check_operands, name, x, weight, bias, normalized_shape, eps)
+            explain(check_operands, name, x, weight, bias, normalized_shape, eps)
     if casts:
         x, weight, bias = autocast_norm(x, weight, bias)
     shape = as_shape(name, normalized_shape)
@@ -93,9 +93,9 @@ def run_rms_norm(
             return _plain_rms_norm[answer](
                 x.contiguous(), weight, normalized_shape[0], eps, zero_centered_gamma
             )
-    except (AttributeError, RuntimeError) as error:  # as above
+    except (AttributeError, RuntimeError):  # as above
         if are_exact(weight):
-            explain(error, check_operands, name, x, weight, None, normalized_shape, eps)
+            explain(check_operands, name, x, weight, None, normalized_shape, eps)
     if casts:
         x, weight = autocast_norm(x, weight)
     shape, eps = as_shape(name, normalized_shape), rms_eps(x, eps)

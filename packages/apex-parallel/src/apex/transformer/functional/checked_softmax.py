@@ -18,8 +18,8 @@ def causal(name: str, inputs: Tensor, scale: float) -> Tensor:
     try:
         if (answer := plainness(inputs)) and not inputs.is_meta:
             return causal_softmax.plain[answer](inputs.contiguous(), float(scale))
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-        explain(error, _check_causal, name, inputs)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(_check_causal, name, inputs)
     _check_causal(name, inputs)
     return causal_softmax(exact(inputs), float(scale))
 
@@ -51,8 +51,8 @@ def masked(name: str, inputs: Tensor, mask: Tensor | None, scale: float) -> Tens
             mask_of_each = mask.contiguous().expand(inputs.shape[0], -1, -1, -1)
             given = inputs.contiguous(), mask_of_each, float(scale)
             return masked_softmax.plain[answer](*given)
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-        explain(error, _check_masked, name, inputs, mask)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(_check_masked, name, inputs, mask)
     _check_masked(name, inputs, mask)
     mask = exact(mask).expand(inputs.shape[0], -1, -1, -1)
     return masked_softmax(exact(inputs), mask, float(scale))

@@ -116,8 +116,8 @@ def fused_apply_rotary_pos_emb_cached(
             sin = sin_.detach().flatten(0, 2).contiguous()
             given = t.permute(1, 2, 0, 3), cos, sin, None, not transpose_output_memory
             return rotary_embedding.plain[answer](*given).permute(2, 0, 1, 3)
-    except (AttributeError, RuntimeError) as error:  # of None, and of the operator's checks
-        explain(error, checked_rope.tables_of_line, name, t, cos_, sin_)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(checked_rope.tables_of_line, name, t, cos_, sin_)
     cos, sin = checked_rope.tables_of_line(name, t, cos_, sin_)
     return checked_rope.on_a_line(name, t, cos, sin, transpose_output_memory)
 
