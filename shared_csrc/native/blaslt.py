@@ -32,14 +32,17 @@ _Plain = (Tensor, torch.nn.Parameter)
 _IS_ROCM = torch.version.hip is not None
 
 
-def may_serve(*tensors: Tensor | None) -> bool:
+def may_serve(*tensors: Tensor | None, plain: bool = False) -> bool:
     """Whether 16-bit factors are those of a GPU whose library the user has not ruled out.
 
-    Compiled code composes: what a library serves is known only when it is asked.
+    Compiled code composes: what a library serves is known only when it is asked. ``plain`` is
+    whether no compiler can see the call.
     """
     x = tensors[0]
     # Compilers are told first. Those without Dynamo are seen by their fake tensors.
-    if x.dtype not in DTYPES or is_dynamo_compiling() or peek_interpreter_stack() is not None:
+    if x.dtype not in DTYPES or (not plain and is_dynamo_compiling()):
+        return False
+    if peek_interpreter_stack() is not None:
         return False
     if x.numel() == 0 or not (x.is_cuda or (x.is_cpu and _is_emulating())):
         return False

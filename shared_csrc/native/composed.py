@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ class Composed:
             enough where ``needs`` says False.
         reference: ``(option, *tensors) -> output`` in plain PyTorch.
         output: ``(*tensors) -> output``, where ``forward`` keeps nothing but that.
+        is_asked: whether ``forward`` and ``backward`` take an argument ``plain`` by name: True in
+            plain calls, which no compiler sees, else False.
     """
 
     def __init__(
@@ -44,10 +47,13 @@ class Composed:
         backward: Callable[..., Sequence[Tensor | None]],
         reference: Callable[..., Tensor],
         output: Callable[..., Tensor] | None = None,
+        is_asked: bool = False,
     ) -> None:
         self.forward, self.reference = forward, reference
         forward_of_call, backward_of_call = _functions(forward, backward, reference)
         self._apply = _function(name, forward_of_call, backward_of_call).apply
+        if is_asked:
+            forward, backward = (functools.partial(f, plain=True) for f in (forward, backward))
         of_plain = _plain_forward(forward) if output is None else _output_alone(output)
         # Who has asked plainness() anyway calls plain[answer].
         self.plain = (

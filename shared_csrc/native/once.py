@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.compiler import is_dynamo_compiling
 
 
 class _NoSecondDerivative(Function):
@@ -29,26 +30,32 @@ class _NoSecondDerivative(Function):
     jvp = backward  # forward mode over a gradient
 
 
-def not_twice_differentiable(name: str, remedy: str) -> Callable[[Callable], Callable]:
+def not_twice_differentiable(
+    name: str, remedy: str, plain: bool = False
+) -> Callable[[Callable], Callable]:
     """Decorate a function's ``backward``: its gradients raise where they are differentiated.
 
+    It is given memory for a gradient of zeros that autograd hands on without, as of torch.sgn.
     ``once_differentiable`` raises only if the incoming gradient itself requires one; it would
     silently ignore a gradient penalty on ``y.sum()``. Save the tensors that the gradients depend on
     as the function got them: a copy has no connection to the graph.
 
     Args:
         name, remedy: of the function, and what to use instead, for the message.
+        plain: whether it is the backward of plain calls, which no compiler sees.
     """
     message = f"{name}: the gradient cannot be differentiated again. {remedy}"
 
     def decorate(backward: Callable) -> Callable:
         @functools.wraps(backward)
-        def wrapped(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        def wrapped(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            if (plain or not is_dynamo_compiling()) and dy._is_zerotensor():
+                dy = torch.zeros_like(dy)
             if not (torch.is_grad_enabled() or forward_ad._current_level >= 0):
-                return backward(ctx, *grad_outputs)
+                return backward(ctx, dy)
             with torch.no_grad():
-                grads = backward(ctx, *grad_outputs)
-            given = *grads, *grad_outputs, *ctx.saved_tensors
+                grads = backward(ctx, dy)
+            given = *grads, dy, *ctx.saved_tensors
             return _NoSecondDerivative.apply(message, len(grads), *given)
 
         return wrapped

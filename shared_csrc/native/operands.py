@@ -38,6 +38,11 @@ def exact(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
+def are_exact(*tensors: Tensor | None) -> bool:
+    """Whether :func:`exact` changes none of them."""
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+
+
 def as_rows(x: Tensor, dims: int) -> Tensor:
     """``x`` whose last ``dims`` dimensions are one, and at least one before it; itself if it is.
 

@@ -8,7 +8,7 @@ which serves them all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, is_grad_enabled
 from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
@@ -50,6 +50,19 @@ def plainness(*tensors: Any) -> int:
         if tensor.requires_grad:
             answer = WITH_GRADIENT
     return answer if answer == WITHOUT_GRADIENT or is_grad_enabled() else WITHOUT_GRADIENT
+
+
+def explain(check: Callable[..., Any], *arguments: Any) -> NoReturn:
+    """Within ``except``: raise what ``check`` says of a plain call's arguments, else the error.
+
+    If the check is silent, a hook on saved tensors has failed, memory is full, or a kernel was not
+    built. Nothing may run again: the error might not come a second time.
+    """
+    try:
+        check(*arguments)
+    except Exception as said:
+        raise said from None
+    raise  # by no name: the error would hold its own frames, and their tensors
 
 
 def direct(overload: Any) -> Callable[..., Any]:

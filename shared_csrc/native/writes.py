@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,21 +40,22 @@ def register_writes(library: torch.library.Library, overload: Any) -> None:
     library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
-def call_counted(overload: Callable[..., Any], *args: Any) -> Any:
+def call_counted(overload: Any, *args: Any) -> Any:
     """Call an operator that writes to its arguments, and raise their versions.
 
     The operator does the same by itself, but needs twice the time for long lists, which then pass
     through Python twice. Tensors that require a gradient are written to in any mode, as under
     ``torch.no_grad()``.
     """
-    with below_autograd():
-        result = overload(*args)
-    if not torch.compiler.is_compiling():
-        tensors: list[Tensor] = []
-        for position, _ in _written(overload):
-            value = args[position] if position < len(args) else None
-            tensors += [value] if isinstance(value, Tensor) else value or ()
-        torch.autograd.graph.increment_version(tensors)
+    if torch.compiler.is_compiling():  # what is traced there has no versions
+        return overload(*args)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        result = overload._op(*args)  # without a frame of torch's
+    tensors: list[Tensor] = []
+    for position, _ in _written(overload):
+        value = args[position] if position < len(args) else None
+        tensors += [value] if isinstance(value, Tensor) else value or ()
+    torch.autograd.graph.increment_version(tensors)
     return result
 
 

@@ -1,7 +1,10 @@
 """When a call is plain, and that the functions of plain calls are those of all others."""
 
+import contextlib
 import copy
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ from shared_csrc.native.plain import (  # noqa: E402
     NOT_PLAIN,
     WITH_GRADIENT,
     WITHOUT_GRADIENT,
+    explain,
     plainness,
 )
 
@@ -195,6 +199,47 @@ def test_composed_without_kept_results():
     y = identity(None, x)
     y.mul_(3).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+def test_explained_errors():
+    def check(x):
+        if x is None:
+            raise TypeError("x is None")
+
+    error = torch.OutOfMemoryError("no memory")
+
+    def call(x):
+        try:
+            raise error
+        except RuntimeError:
+            explain(check, x)
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        call(torch.ones(2))
+    assert raised.value is error
+    with pytest.raises(TypeError, match="x is None") as raised:
+        call(None)
+    assert raised.value.__suppress_context__
+
+
+def test_errors_hold_no_tensors():
+    """As soon as an error is dropped, so is what its frames held: memory may be full."""
+
+    def call(x):
+        try:
+            raise RuntimeError
+        except RuntimeError:
+            explain(lambda x: None, x)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            held = weakref.ref(x := torch.ones(2))
+            call(x)
+        del x
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_formulas_ask_once(monkeypatch):

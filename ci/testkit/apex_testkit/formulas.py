@@ -323,6 +323,36 @@ def check_in_place(case, device):
         torch.testing.assert_close(actual, expected)
 
 
+def check_zero_gradient(case, device):
+    """A gradient of zeros, which autograd hands on without memory, as that of torch.sgn is."""
+    fused, values = case.of_grads(case.arguments(torch.float32, device))
+    y = fused(*[v.requires_grad_() for v in values])
+    y.register_hook(lambda gradient: zeros.append(gradient._is_zerotensor()))
+    zeros = []
+    for gradient in torch.autograd.grad(y.sgn().sum(), values):
+        assert torch.count_nonzero(gradient) == 0
+    assert zeros == [True]
+
+
+def check_hook_fails(case, device):
+    """An error of a hook on saved tensors reaches the user, and nothing runs a second time."""
+    for kind in (RuntimeError, AttributeError):
+        fused, values = case.of_grads(case.arguments(torch.float32, device))
+        leaves, error, packed = [v.requires_grad_() for v in values], kind("of a hook"), []
+
+        def pack(tensor, error=error, packed=packed):
+            packed.append(tensor)
+            if len(packed) == 1:
+                raise error
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, pytest.raises(kind) as raised:
+            fused(*leaves)
+        assert raised.value is error
+        assert len(packed) == 1
+
+
 CHECKS = {
     check.__name__.removeprefix("check_"): check
     for check in (
@@ -340,6 +370,8 @@ CHECKS = {
         check_some_gradients,
         check_batch_invariance,
         check_in_place,
+        check_zero_gradient,
+        check_hook_fails,
     )
 }
 

@@ -34,6 +34,30 @@ def product():
     return loss, a, expected
 
 
+def state():
+    """What torch keeps of autocast for a CPU, and how many blocks of it are open."""
+    depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    is_on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return is_on, dtype, torch.is_autocast_cache_enabled(), *depth
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("level", LOWER)
+def test_casts_are_switched_off_as_torch_does(level, enabled):
+    """In the block, and behind it."""
+    build(level)
+    handle, other = _amp_state.handle, {torch.float16: torch.bfloat16}.get(LOWER[level])
+    with torch.autocast("cpu", other or torch.float16, enabled=enabled, cache_enabled=enabled):
+        before = state()
+        with torch.autocast("cpu", LOWER[level], enabled=False, cache_enabled=False):
+            expected = state()
+        assert expected[:3] != before[:3]
+        for block in (handle._backward, handle._disable_casts, amp.disable_casts):
+            with block():
+                assert state() == expected
+            assert state() == before
+
+
 def through_backward(loss, a):
     loss.backward()
     return a.grad

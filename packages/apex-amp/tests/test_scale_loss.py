@@ -57,7 +57,7 @@ def test_python_calls_of_a_step():
     sys.setprofile(note)
     step()
     sys.setprofile(None)
-    assert calls < 120
+    assert calls < 100
 
 
 def set_scale(scale, loss_id=0):

@@ -125,6 +125,26 @@ def test_dtypes_mix(order, device):
     assert check(halves, 0.5, order).dtype == torch.float32
 
 
+def test_errors_of_other_things_are_raised(monkeypatch, device):
+    """Full memory is no reason to call the kernel again."""
+    calls = []
+
+    def fail_once(grads, order):
+        calls.append(grads)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return clip_grad_total_norm(grads, order)
+
+    monkeypatch.setattr(
+        sys.modules["apex.contrib.clip_grad.clip_grad"], "clip_grad_total_norm", fail_once
+    )
+    parameter = torch.nn.Parameter(torch.ones(3, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(torch.OutOfMemoryError):
+        clip_grad_norm_(parameter, 1.0)
+    assert len(calls) == 1
+
+
 def test_devices_mix(device):
     grads = [torch.randn(70, device=device), torch.randn(9), torch.randn(5, device=device)]
     check(grads, 0.5, 2)

@@ -142,6 +142,24 @@ def test_gradients_in_float64(compiled, device):
         torch.func.grad(lambda x: norm(x, z).sum())(x)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+def test_gradient_of_zeros(relu, training, device):
+    """torch.sgn hands one on that has no memory; autocast takes the other way of a call."""
+    norm = norm_of(3, torch.float32, device, fuse_relu=relu).train(training)
+    x = torch.randn(2, 2, 2, 3, device=device, requires_grad=True)
+    leaves = x, norm.weight, norm.bias
+    for is_plain in (True, False):
+        with torch.autocast(device.type, torch.bfloat16, enabled=not is_plain):
+            y, zeros = norm(x), []
+        y.register_hook(lambda dy, zeros=zeros: zeros.append(dy._is_zerotensor()))
+        gradients = torch.autograd.grad(y.sgn().sum(), leaves)
+        assert zeros == [True]
+        assert all(
+            torch.equal(g, torch.zeros_like(t)) for g, t in zip(gradients, leaves, strict=True)
+        )
+
+
 def test_compiles(device):
     norm = norm_of(4, torch.float32, device, fuse_relu=True).eval()
     x = torch.randn(2, 3, 3, 4, device=device, requires_grad=True)

@@ -1,5 +1,7 @@
 """What torch asks of each Formula of the norms beyond a forward and a backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,6 +13,8 @@ from apex.normalization.fused_layer_norm import (
     FusedLayerNormFunction,
     FusedRMSNormAffineFunction,
     decompositions,
+    fused_layer_norm_affine,
+    fused_rms_norm_affine,
     ops,
 )
 from apex_testkit.formulas import CHECKS, Case, check_sharded
@@ -122,6 +126,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_formula(case, check, device):
     check(case, device)
+
+
+OF_MODULES = {
+    "layer_norm": lambda x, w, b: fused_layer_norm_affine(x, w, b, w.shape, EPS),
+    "rms_norm": lambda x, w: fused_rms_norm_affine(x, w, w.shape, EPS),
+}
+
+
+@pytest.mark.parametrize("name", OF_MODULES)
+def test_hook_fails_in_modules(name, device):
+    """They say the shape as their weight does, and take the shortest way."""
+    CHECKS["hook_fails"](replace(CASES[name], function=OF_MODULES[name]), device)
 
 
 OPTIONS = {

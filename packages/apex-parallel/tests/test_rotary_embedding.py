@@ -127,6 +127,12 @@ CASES = {
 }
 
 
+def test_hook_fails_in_cached(device):
+    arguments = lambda dtype, device: (torch.randn(4, 2, 3, 10).to(device), *tables(7, 6, device))
+    cached = case(fused_apply_rotary_pos_emb_cached, arguments, on_a_line, "rotary_embedding")
+    CHECKS["hook_fails"](cached, device)
+
+
 def with_gradient(function, t, *rest):
     *rest, dy = rest
     t = t.detach().requires_grad_()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from apex.parallel import SyncBatchNorm, sync_batchnorm
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 from apex.parallel.sync_batchnorm_kernel import SyncBatchnormFunction as GivenStatistics
+from apex.parallel.syncbn.over_ranks import apply_plain
 from apex_testkit.opcheck import assert_compiles
 
 CASES = [
@@ -101,6 +102,33 @@ def test_second_derivative_is_refused(contiguous, shape, layout, kernel, device)
         dual = forward_ad.make_dual(factors, factors)  # whose tangent would be lost
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             torch.autograd.grad(loss(), x, dual.sum())
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize(("shape", "layout"), CASES, ids=["NCHW", "channels_last", "NCL", "NC"])
+def test_gradient_of_zeros(shape, layout, last, relu, device):
+    """torch.sgn hands one on that has no memory."""
+    x, one = make(shape, **layout).to(device), torch.ones(2, dtype=torch.float64, device=device)
+    weight, bias = one.clone().requires_grad_(), one.clone().requires_grad_()
+    leaves = x, weight, bias
+    calls = (
+        lambda: apply_plain(
+            x, None, weight, bias, None, None, 1e-5, True, 0.1, None, last, relu, None
+        ),
+        lambda: SyncBatchnormFunction.apply(
+            x, None, weight, bias, None, None, 1e-5, True, 0.1, None, last, relu
+        ),
+        lambda: GivenStatistics.apply(x, weight, bias, one, one, 1e-5, None, 1),
+    )
+    for call in calls:
+        y, zeros = call(), []
+        y.register_hook(lambda dy, zeros=zeros: zeros.append(dy._is_zerotensor()))
+        gradients = torch.autograd.grad(y.sgn().sum(), leaves)
+        assert zeros == [True]
+        assert all(
+            torch.equal(g, torch.zeros_like(t)) for g, t in zip(gradients, leaves, strict=True)
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

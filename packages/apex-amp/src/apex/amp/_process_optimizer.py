@@ -177,8 +177,12 @@ def _prepare_amp_backward(self: Any) -> None:
 
 
 def _post_amp_backward(self: Any, scaler: Any) -> None:
-    with torch.no_grad():
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # as torch.no_grad() does in seven frames
+    try:
         _hooks(self)[1](self, scaler)
+    finally:
+        torch._C._set_grad_enabled(was_enabled)
     self._amp_stash.is_prepared = False
 
 

@@ -220,7 +220,7 @@ class LossScaler(PythonUnscaling):
     def _found(self, has_overflow: bool, buffers: dict[torch.device, Tensor]) -> bool:
         if self._meshes:  # what one process found in its shards counts for all
             share_flags(buffers.values(), self._meshes)
-        return has_overflow or any(buffer.item() != 0 for buffer in buffers.values())
+        return has_overflow or any(map(torch.Tensor.item, buffers.values()))
 
 
 def _check_positive(values: dict[str, float | str]) -> None:

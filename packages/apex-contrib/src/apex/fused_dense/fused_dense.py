@@ -14,7 +14,7 @@ from apex.contrib._shared.native.composed import Composed
 from apex.contrib._shared.native.half_products import needs_float32
 from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import FLOATS, autocast
-from apex.contrib._shared.native.plain import plainness
+from apex.contrib._shared.native.plain import explain, plainness
 from apex.contrib.dense_blaslt import dense_gelu_gradient, dense_with_gelu
 from apex.contrib.dense_epilogue import (
     GELU,
@@ -63,9 +63,11 @@ def _gelu_dense_forward(
     bias1: Tensor | None,
     weight2: Tensor,
     bias2: Tensor | None,
+    *,
+    plain: bool = False,
 ) -> tuple[Tensor, ...]:
     """The output, and GELU's input and output."""
-    made = dense_with_gelu(x, weight1, bias1)
+    made = dense_with_gelu(x, weight1, bias1, plain)
     if made is None:
         gelu_in = F.linear(x, weight1, bias1)
         hidden = dense_gelu(gelu_in)
@@ -75,20 +77,20 @@ def _gelu_dense_forward(
 
 
 def _gelu_dense_backward(
-    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
+    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor], plain: bool = False
 ) -> list[Tensor | None]:
     x, weight1, _, weight2, _, gelu_in, hidden = saved
     dy = dy if dy.dim() == 2 else as_matrix(dy)
-    _, *of_second = linear_gradients(None, (False, *needs[3:]), dy, (hidden, weight2))
+    _, *of_second = linear_gradients(None, (False, *needs[3:]), dy, (hidden, weight2), plain)
     if True not in needs[:3]:
         return [None, None, None, *of_second]
-    made = dense_gelu_gradient(dy, weight2, gelu_in, needs[2])
+    made = dense_gelu_gradient(dy, weight2, gelu_in, needs[2], plain)
     if made is None:
         dhidden = dy.mm(weight2)
         made = dense_activation_backward(dhidden, as_matrix(gelu_in), GELU, needs[2])
     dgelu, dbias1 = made
     asked = *needs[:2], False
-    dx, dweight1, _ = linear_gradients(None, asked, dgelu, (x, weight1))
+    dx, dweight1, _ = linear_gradients(None, asked, dgelu, (x, weight1), plain)
     return [dx, dweight1, dbias1 if needs[2] else None, *of_second]
 
 
@@ -97,13 +99,18 @@ _gelu_dense = Composed(
     _gelu_dense_forward,
     _gelu_dense_backward,
     _plain_gelu_dense,
+    is_asked=True,
 )
 
 
-def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     name = "dense_no_bias_function" if bias is None else "fused_dense_function"
     check_input(name, input)
     check_layer(name, input, input.shape[-1], weight, bias)
+
+
+def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _check_dense(input, weight, bias)
     if needs_float32(input, weight):
         wide = [t if t is None else t.float() for t in (input, weight, bias)]
         return dense(None, *wide).to(input.dtype)
@@ -166,8 +173,8 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> 
             )
         ):
             return dense.plain[answer](None, input, weight, bias)
-    except (AttributeError, RuntimeError):  # of None, and of torch's checks: said below
-        pass
+    except (AttributeError, RuntimeError):  # of None, and of torch's checks
+        explain(_check_dense, input, weight, bias)
     return _apply_dense(*autocast(input, weight, bias))
 
 

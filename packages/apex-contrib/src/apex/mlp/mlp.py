@@ -16,7 +16,7 @@ from apex.contrib._shared.native.composed import Composed, plainly
 from apex.contrib._shared.native.half_products import needs_float32
 from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import FLOATS, autocast
-from apex.contrib._shared.native.plain import plainness
+from apex.contrib._shared.native.plain import direct, plainness
 from apex.contrib.dense_epilogue import RELU, SIGMOID, decompositions, dense_activation_backward
 from apex.contrib.dense_epilogue.products import (
     check_input,
@@ -46,11 +46,13 @@ def _reference(option: tuple[bool, int], x: Tensor, *parameters: Tensor) -> Tens
     return x
 
 
-def _forward(option: tuple[bool, int], x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+def _forward(
+    option: tuple[bool, int], x: Tensor, *parameters: Tensor, plain: bool = False
+) -> tuple[Tensor, ...]:
     """The output, and the outputs of all layers; without activation not the last one again."""
     has_bias, activation = option
     # Compiled by torch 2.11, an output that was written in place would get no gradient.
-    in_place = not is_dynamo_compiling()
+    in_place = plain or not is_dynamo_compiling()
     y, outputs = x, []
     for weight, bias in _layers(has_bias, parameters):
         y = F.linear(y, weight, bias)
@@ -63,21 +65,27 @@ def _forward(option: tuple[bool, int], x: Tensor, *parameters: Tensor) -> tuple[
 
 
 def _backward(
-    option: tuple[bool, int], needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
+    option: tuple[bool, int],
+    needs: Sequence[bool],
+    dy: Tensor,
+    saved: Sequence[Tensor],
+    plain: bool = False,
 ) -> list[Tensor | None]:
     has_bias, activation = option
-    layers, outputs = _layers(has_bias, saved[1 : len(needs)]), saved[len(needs) :]
-    count = len(layers)
+    count = (len(needs) - 1) // (2 if has_bias else 1)
+    weights, outputs = saved[1 : 1 + count], saved[len(needs) :]
     inputs = [saved[0], *outputs[: count - 1]]
+    activation_backward = _run_activation_backward if plain else dense_activation_backward
     gradients: list[Tensor | None] = [None] * len(needs)
     for i in reversed(range(count)):
         wants_bias = has_bias and needs[1 + count + i]
         if activation:
-            dy, dbias = dense_activation_backward(dy, outputs[i], activation, wants_bias)
+            dy, dbias = activation_backward(dy, outputs[i], activation, wants_bias)
         asked = True in needs[: 1 + i], needs[1 + i], wants_bias and not activation
         if has_bias:
             asked = asked[0] or True in needs[1 + count : 1 + count + i], *asked[1:]
-        dx, gradients[1 + i], sums = linear_gradients(None, asked, dy, (inputs[i], layers[i][0]))
+        given = inputs[i], weights[i]
+        dx, gradients[1 + i], sums = linear_gradients(None, asked, dy, given, plain)
         if wants_bias:
             gradients[1 + count + i] = dbias if activation else sums
         if dx is None:
@@ -87,7 +95,8 @@ def _backward(
     return gradients
 
 
-_mlp = Composed(_NAME, _forward, _backward, _reference)
+_run_activation_backward = direct(dense_activation_backward)
+_mlp = Composed(_NAME, _forward, _backward, _reference, is_asked=True)
 
 
 def _apply(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -150,13 +159,13 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         >>> mlp_function(1, 1, x, weight, bias).shape
         torch.Size([4, 3])
     """
-    if (answer := plainness(*args)) and _fit(bias, activation, args) and not needs_float32(*args):
+    if (answer := plainness(*args)) and _fit(bias, activation, args):
         return _mlp.plain[answer]((bool(bias), int(activation)), *args)
     return _apply(bias, activation, *autocast(*args)) if args else _apply(bias, activation)
 
 
 def _fit(bias: int, activation: int, args: Sequence[Any]) -> bool:
-    """Whether :func:`check_operands` has nothing to say of plain tensors, or None."""
+    """Whether plain tensors, or None, are taken as they are."""
     count = len(args) - 1
     if activation not in _ACTIVATIONS.values() or count < 1 or (bias and count % 2):
         return False
@@ -166,7 +175,9 @@ def _fit(bias: int, activation: int, args: Sequence[Any]) -> bool:
     x = args[0]
     if x.dtype not in FLOATS or x.layout is not torch.strided or not x.dim():
         return False
-    return fits(x, x.shape[-1], *_layers(bool(bias), args[1:]))
+    if not fits(x, x.shape[-1], *_layers(bool(bias), args[1:])):
+        return False
+    return x.dtype is torch.float32 or not needs_float32(*args)
 
 
 def check_operands(name: str, bias: int, activation: int, args: Sequence[Tensor]) -> None:

@@ -96,73 +96,33 @@ class Casting:
             for device_type in self.device_types:
                 torch.set_autocast_enabled(device_type, not self.is_paused)
 
-    @contextlib.contextmanager
-    def _block(self, enabled: bool, cache_enabled: bool = False) -> Iterator[None]:
-        """Autocast's state for a block; a pause that begins or ends in the block outlasts it."""
-        was_paused = self.is_paused
-        try:
-            with self._autocast(enabled and not was_paused, cache_enabled):
-                yield
-        finally:
-            if self.is_paused is not was_paused:
-                self._apply_pause()
-
-    @contextlib.contextmanager
-    def model_call(self) -> Iterator[None]:
+    def model_call(self) -> contextlib.AbstractContextManager[None]:
         """Casts for one call of a model, in any thread, unless they were switched off."""
         thread = self._thread
         if not self.is_on or thread.disabled_depth:
-            yield
-            return
-        is_ambient = thread.ambient is not None and not thread.is_in_backward
-        cached = self._caches_weights
-        with _weight_cache(cached) if is_ambient else self._block(True, cached):
-            thread.call_depth += 1
-            try:
-                yield
-            finally:
-                thread.call_depth -= 1
+            return contextlib.nullcontext()
+        cached = self.cache_enabled and _CACHE_MINDS_GRAD_MODE
+        if thread.ambient is not None and not thread.is_in_backward:
+            return _WeightCache(thread, cached)
+        return _Block(self, True, cached, call_depth=thread.call_depth + 1)
 
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> contextlib.AbstractContextManager[None]:
         """No casts in this thread, nor in model calls."""
         if torch.compiler.is_compiling():
-            with self._autocast(enabled=False):
-                yield
-            return
-        with self._block(enabled=False):
-            self._thread.disabled_depth += 1
-            try:
-                yield
-            finally:
-                self._thread.disabled_depth -= 1
+            return self._autocast(enabled=False)
+        return _Block(self, False, disabled_depth=self._thread.disabled_depth + 1)
 
-    @contextlib.contextmanager
-    def enabled(self) -> Iterator[None]:
+    def enabled(self) -> contextlib.AbstractContextManager[None]:
         """Casts again, within :meth:`disabled`; for the closure of a step."""
-        thread = self._thread
-        with self._block(enabled=self.is_on):
-            depth, thread.disabled_depth = thread.disabled_depth, 0
-            try:
-                yield
-            finally:
-                thread.disabled_depth = depth
+        return _Block(self, self.is_on, disabled_depth=0)
 
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> contextlib.AbstractContextManager[None]:
         """No casts, except in model calls.
 
         Autograd's formulas go through autocast as well: the backward pass of a float32 region would
         run in 16 bits if casts stayed on.
         """
-        thread = self._thread
-        with self._block(enabled=False):
-            before, thread.is_in_backward = thread.is_in_backward, True
-            depth, thread.call_depth = thread.call_depth, 0
-            try:
-                yield
-            finally:
-                thread.is_in_backward, thread.call_depth = before, depth
+        return _Block(self, False, is_in_backward=True, call_depth=0)
 
     @contextlib.contextmanager
     def wrapped_autograd(self) -> Iterator[None]:
@@ -177,10 +137,6 @@ class Casting:
             for module in (torch.autograd.graph, torch.autograd):
                 undo.enter_context(replaced(module, "_engine_run_backward", self._without_casts))
             yield
-
-    @property
-    def _caches_weights(self) -> bool:
-        return self.cache_enabled and _CACHE_MINDS_GRAD_MODE
 
     def _without_casts(self, run_backward: Callable) -> Callable:
         @functools.wraps(run_backward)
@@ -216,16 +172,76 @@ class Casting:
             yield
 
 
-@contextlib.contextmanager
-def _weight_cache(enabled: bool) -> Iterator[None]:
-    """Autocast's cache, emptied before and after: weights and grad mode change between calls."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+class _Block:
+    """The state of autocast, and that of this thread, for a block.
+
+    A pause that begins or ends in the block outlasts it. Half the frames that a generator takes,
+    and none of torch.autocast's where casts are off.
+    """
+
+    def __init__(
+        self, casting: Casting, enabled: bool, cache_enabled: bool = False, **state: int
+    ) -> None:
+        self._casting, self._enabled, self._cache_enabled = casting, enabled, cache_enabled
+        self._state = state
+
+    def __enter__(self) -> None:
+        casting, self._autocast = self._casting, None
+        self._was_paused = casting.is_paused
+        if self._enabled and not self._was_paused:
+            self._autocast = casting._autocast(True, self._cache_enabled)
+            self._autocast.__enter__()
+        else:
+            self._switch_off()
+        thread, self._before = vars(casting._thread), {}
+        for name in self._state:
+            self._before[name] = thread[name]
+        thread.update(self._state)
+
+    def _switch_off(self) -> None:
+        """What ``torch.autocast(enabled=False)`` does for each device."""
+        self._devices, self._had_cache = [], torch.is_autocast_cache_enabled()
+        for device in self._casting.device_types:
+            before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            self._devices.append((device, *before))
+            torch.set_autocast_enabled(device, False)
+            torch.set_autocast_dtype(device, self._casting.dtype)
+        torch.set_autocast_cache_enabled(False)
+        torch.autocast_increment_nesting()
+
+    def __exit__(self, *error: Any) -> None:
+        casting = self._casting
+        vars(casting._thread).update(self._before)
+        try:
+            if self._autocast is not None:
+                self._autocast.__exit__(*error)
+                return
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            for device, enabled, dtype in self._devices:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_cache_enabled(self._had_cache)
+        finally:
+            if casting.is_paused is not self._was_paused:
+                casting._apply_pause()
+
+
+class _WeightCache:
+    """Autocast's cache in a model call, emptied before and after: weights and grad mode change."""
+
+    def __init__(self, thread: _ThreadState, enabled: bool) -> None:
+        self._thread, self._enabled = thread, enabled
+
+    def __enter__(self) -> None:
+        self._before = torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._enabled)
+        self._thread.call_depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self._thread.call_depth -= 1
+        torch.set_autocast_cache_enabled(self._before)
         torch.clear_autocast_cache()
 
 

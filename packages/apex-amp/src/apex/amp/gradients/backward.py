@@ -99,11 +99,13 @@ def post_backward_models_are_masters(
         scale_override: scales of the new gradients, the stashed ones and the result; default: the
             current loss scale, 1 and 1.
     """
-    scales = scale_override or (scaler.loss_scale(), 1.0, 1.0)
+    if not params:
+        return
     alone = _new_grads_only(params, stashed_grads)
     if alone:
         _unscale_alone(scaler, alone, scale_override)
         return
+    scales = scale_override or (scaler.loss_scale(), 1.0, 1.0)
     alone, new, stashed = [], [], []
     for i, param in enumerate(params):
         grad, stash = param.grad, stashed_grads[i]

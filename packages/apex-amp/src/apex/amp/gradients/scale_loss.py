@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def optimizer_list(optimizers: Any) -> list[Any]:
                 f"apex.parallel.LARC, or a list of them; got {type(optimizer).__name__} at {i}."
                 f"{inner_optimizer(optimizer)}"
             )
-    return list({id(item): item for item in items}.values())  # each once
+    return list(dict(zip(map(id, items), items, strict=True)).values())  # each once
 
 
 def scaler_of(loss_id: int) -> LossScaler:
@@ -93,13 +93,11 @@ def gradients_aside(
             for optimizer, hidden in turns:
                 # Gradients that are still scaled stay in place: autograd adds to them.
                 if not optimizer._amp_stash.params_have_scaled_gradients:
-                    with _without_grads(hidden):
-                        optimizer._prepare_amp_backward()
+                    _without_grads(hidden, optimizer._prepare_amp_backward)
             yield
         except BaseException:
             for optimizer, hidden in turns:
-                with _without_grads(hidden):
-                    optimizer._abort_amp_backward()
+                _without_grads(hidden, optimizer._abort_amp_backward)
             raise
         _finish(turns, scaler, loss_id, delays)
     finally:
@@ -125,20 +123,18 @@ def _turns(optimizers: list[Any]) -> list[tuple[Any, list[torch.Tensor]]]:
     return turns
 
 
-def _without_grads(params: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    return _grads_hidden(params) if params else _NOTHING
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _grads_hidden(params: Sequence[torch.Tensor]) -> Iterator[None]:
+def _without_grads(
+    params: Sequence[torch.Tensor], method: Callable[..., None], *arguments: Any
+) -> None:
+    """Call a method of an optimizer that does not see the gradients of some parameters."""
+    if not params:
+        method(*arguments)
+        return
     grads = [param.grad for param in params]
     for param in params:
         param.grad = None
     try:
-        yield
+        method(*arguments)
     finally:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
@@ -160,6 +156,14 @@ def _check_can_begin(optimizers: Sequence[Any]) -> None:
             )
 
 
+def _keep_scaled(optimizer: Any) -> None:
+    """Leave gradients scaled for a later block."""
+    if optimizer._amp_stash.has_grads():
+        optimizer._amp_stash.params_have_scaled_gradients = True
+    else:  # the loss did not reach it
+        optimizer._abort_amp_backward()
+
+
 def _finish(
     turns: Sequence[tuple[Any, list[torch.Tensor]]],
     scaler: LossScaler,
@@ -169,18 +173,13 @@ def _finish(
     """Unscale gradients, adapt the loss scale, and after an overflow let optimizers skip a step."""
     if delays["unscale"]:
         for optimizer, hidden in turns:
-            with _without_grads(hidden):
-                if optimizer._amp_stash.has_grads():
-                    optimizer._amp_stash.params_have_scaled_gradients = True
-                else:  # the loss did not reach it
-                    optimizer._abort_amp_backward()
+            _without_grads(hidden, _keep_scaled, optimizer)
         return
     scaler.clear_overflow_state()
     for optimizer, hidden in turns:
-        with _without_grads(hidden):
-            optimizer._post_amp_backward(scaler)
+        _without_grads(hidden, optimizer._post_amp_backward, scaler)
         optimizer._amp_stash.params_have_scaled_gradients = False
-    optimizers = [optimizer for optimizer, _ in turns]
+    optimizers = list(map(operator.itemgetter(0), turns))
     if delays["overflow_check"]:
         scaler.delay_check(optimizers)
         for optimizer in optimizers:
@@ -190,8 +189,10 @@ def _finish(
     scale = scaler.loss_scale()
     is_skipped = scaler.update_scale()
     note_iteration(loss_id, scale, is_skipped)
+    if not is_skipped:
+        return
     late = [o for o in scaler.late_overflows if o._amp_stash.check_is_delayed]
-    is_here = is_skipped and (scaler._has_overflow or not scaler.late_overflows)
+    is_here = scaler._has_overflow or not scaler.late_overflows
     for optimizer in (*late, *(optimizers if is_here else ())):
         optimizer._amp_stash.skip_next_step(loss_id, scaler.loss_scale(), scale)
 

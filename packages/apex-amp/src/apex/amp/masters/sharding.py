@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
 
 def _sharded_types(tensors: Iterable[Tensor]) -> set[type]:
     """The classes among ``tensors`` that are DTensors; quick, for lists of thousands."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:  # nothing imported the module that defines them, so there are none
         return set()
-    return {kind for kind in set(map(type, tensors)) if issubclass(kind, module.DTensor)}
+    kinds = set(map(type, tensors))
+    if kinds <= _PLAIN:  # without a frame more
+        return set()
+    return {kind for kind in kinds if issubclass(kind, module.DTensor)}
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 
@@ -71,13 +72,13 @@ def _grouped(
 
     The first list is written to; what had to be copied of it is added to ``copies``.
     """
-    if len({len(tensors) for tensors in lists}) != 1:
+    if len(set(map(len, lists))) != 1:
         raise ValueError(f"lists of gradients differ in length: {[len(t) for t in lists]}.")
     if not lists[0]:
         return {}
     if _is_uniform(lists):
-        first = [tensors[0] for tensors in lists]
-        return {(first[0].device, *(t.dtype for t in first)): tuple(lists)}
+        first = next(zip(*lists, strict=True))
+        return {(first[0].device, *map(_DTYPE, first)): tuple(lists)}
     groups: dict[tuple, tuple[list[Tensor], ...]] = {}
     for row in zip(*lists, strict=True):
         key = (row[0].device, *(tensor.dtype for tensor in row))
@@ -91,12 +92,13 @@ def _grouped(
 
 def _is_uniform(lists: list[Sequence[Tensor]]) -> bool:
     """Whether the lists can go to an op as they are: the usual case, so its loops are C's."""
-    devices = {index for tensors in lists for index in set(map(Tensor.get_device, tensors))}
-    return (
-        len(devices) == 1  # the index: -1 is the CPU, and there is one kind of accelerator
-        and all(len(set(map(_DTYPE, tensors))) == 1 for tensors in lists)
-        and all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists)
-    )
+    devices = set(map(Tensor.get_device, itertools.chain.from_iterable(lists)))
+    if len(devices) != 1:  # the index: -1 is the CPU, and there is one kind of accelerator
+        return False
+    for tensors in lists:
+        if len(set(map(_DTYPE, tensors))) != 1:
+            return False
+    return all(map(Tensor.is_contiguous, itertools.chain.from_iterable(lists)))
 
 
 def _same_layout(row: tuple[Tensor, ...], copies: Copies) -> tuple[Tensor, ...]:

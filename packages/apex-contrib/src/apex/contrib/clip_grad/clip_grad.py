@@ -99,8 +99,9 @@ def _norms(grads: list[Tensor], norm_type: float) -> tuple[list[list[Tensor]], l
     if plainness() and len({grad.dtype for grad in grads}) == 1 and not grads[0].is_meta:
         try:
             return [grads], [clip_grad_total_norm(grads, norm_type)]
-        except RuntimeError:  # several devices, or tensors that kernels do not take
-            pass
+        except RuntimeError:
+            if _suit_kernels(grads) and len(_grouped(grads)) == 1:  # it is of something else
+                raise
     groups = _grouped(grads) if _suit_kernels(grads) else []
     return groups, [clip_grad_total_norm(group, norm_type) for group in groups]
 

@@ -57,9 +57,14 @@ _gelu, _gelu_backward = direct(dense_gelu_blaslt), direct(dense_gelu_backward_bl
 _gradients = direct(dense_gradients_blaslt)
 
 
-def dense_with_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...] | None:
-    """GELU of ``gelu_in = x @ weight.T + bias`` ``[..., out]``, and ``gelu_in``; or None."""
-    if not may_serve(x, weight, bias) or weight.numel() == 0:
+def dense_with_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plain: bool = False
+) -> tuple[Tensor, ...] | None:
+    """GELU of ``gelu_in = x @ weight.T + bias`` ``[..., out]``, and ``gelu_in``; or None.
+
+    ``plain`` is whether the call is known to be, here and below.
+    """
+    if not may_serve(x, weight, bias, plain=plain) or weight.numel() == 0:
         return None
     is_matrix = x.dim() == 2
     y, gelu_in, outcome = _gelu(x if is_matrix else x.view(-1, x.shape[-1]), weight, bias)
@@ -73,7 +78,7 @@ def dense_with_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Ten
 
 
 def dense_gelu_gradient(
-    dy: Tensor, weight: Tensor, gelu_in: Tensor, bias_grad: bool
+    dy: Tensor, weight: Tensor, gelu_in: Tensor, bias_grad: bool, plain: bool = False
 ) -> tuple[Tensor, Tensor] | None:
     """``dy @ weight`` times GELU's slope, and its sums over rows if they are wanted; or None.
 
@@ -85,7 +90,7 @@ def dense_gelu_gradient(
     Returns:
         ``[rows, hidden]``, and ``[hidden]`` or ``[0]``.
     """
-    if not may_serve(dy, weight, gelu_in) or weight.numel() == 0:
+    if not may_serve(dy, weight, gelu_in, plain=plain) or weight.numel() == 0:
         return None
     rows = gelu_in if gelu_in.dim() == 2 else gelu_in.view(-1, weight.shape[1])
     dx, dbias, outcome = _gelu_backward(dy, weight, rows, bias_grad)
@@ -95,9 +100,11 @@ def dense_gelu_gradient(
     return dx, dbias
 
 
-def weight_and_bias_gradients(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def weight_and_bias_gradients(
+    dy: Tensor, x: Tensor, plain: bool = False
+) -> tuple[Tensor, Tensor] | None:
     """``dy.T @ x`` and the sums of ``dy`` over rows, of two matrices; or None."""
-    if not may_serve(dy, x) or x.numel() == 0:
+    if not may_serve(dy, x, plain=plain) or x.numel() == 0:
         return None
     dweight, dbias, outcome = _gradients(dy, x)
     if outcome:

@@ -23,7 +23,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def linear_gradients(
-    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor]
+    _: None, needs: Sequence[bool], dy: Tensor, saved: Sequence[Tensor], plain: bool = False
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of a layer's input, weight and bias; None for those that nobody needs.
 
@@ -39,7 +39,7 @@ def linear_gradients(
     if needs[1]:
         x = x if is_matrix else as_matrix(x)
         if needs[2] and x.dtype in DTYPES:
-            both = weight_and_bias_gradients(dy, x)
+            both = weight_and_bias_gradients(dy, x, plain)
             if both is not None:
                 return dx, *both
         dweight = dy.t().mm(x)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from .._ops import library
 from .._shared.native.formula import Formula
 from .._shared.native.operands import autocast, check_floating, exact
-from .._shared.native.plain import plainness
+from .._shared.native.plain import explain, plainness
 
 __all__ = ["decompositions", "fused_bias_swiglu"]
 
@@ -91,8 +91,8 @@ def fused_bias_swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
         ):
             bias = bias if bias is None else bias.contiguous()
             return _swiglu.plain[answer](input.contiguous(), bias)
-    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
-        pass
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(check_operands, input, bias)
     input, bias = autocast(input, bias)
     check_operands(input, bias)
     return _swiglu(exact(input), None if bias is None else exact(bias))

@@ -61,7 +61,7 @@ def _plain_forward(ctx: Any, x: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
     return y
 
 
-@not_twice_differentiable("group batch norm", _REMEDY)
+@not_twice_differentiable("group batch norm", _REMEDY, plain=True)
 def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mean, inv_std, count, y = ctx.saved_tensors
     dy, needs = dy.contiguous(), ctx.needs_input_grad

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._shared.native.operands import beside, check_floating, exact
-from .._shared.native.plain import plainness
+from .._shared.native.operands import are_exact, beside, check_floating, exact
+from .._shared.native.plain import explain, plainness
 from .group_norm_nhwc.formula import group_norm_nhwc
 
 NAME = "GroupNorm"
@@ -63,8 +63,9 @@ def group_norm(
             and not x.is_meta
         ):
             return group_norm_nhwc.plain[answer](x, weight, bias, G, eps, silu, zero_centered_gamma)
-    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
-        pass
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        if are_exact(weight, bias):
+            explain(check, x, G, weight, bias, eps)
     check(x, G, weight, bias, eps)
     if weight is not None:
         weight = exact(beside(x, weight))

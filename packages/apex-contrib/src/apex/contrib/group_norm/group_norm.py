@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_any_autocast_enabled
 from torch.nn import functional as F
 
 from .._shared.native.operands import amp_to_float32, check_floating, is_amp
@@ -202,7 +203,7 @@ class GroupNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` ``[N, C, *]``."""
-        if is_amp(input):
+        if _is_any_autocast_enabled() and is_amp(input):  # the first has no frame
             (input,) = amp_to_float32(input)
         parameters = self._parameters  # attributes of modules take a while to look up
         if "weight" in parameters and "bias" in parameters:
@@ -211,7 +212,11 @@ class GroupNorm(nn.Module):
             weight, bias = self.weight, self.bias
         given = (input, self.num_groups, weight, bias, self.eps, self.act)
         pair = input.dtype, input.dtype if weight is None else weight.dtype
-        is_ours = is_nhwc(input) and (pair[0] is pair[1] or pair in self.SUPPORTED_DTYPES)
+        if input.dim() == 4:  # as is_nhwc(), without its frame
+            is_ours = input.is_contiguous(memory_format=torch.channels_last)
+        else:
+            is_ours = is_nhwc(input)
+        is_ours = is_ours and (pair[0] is pair[1] or pair in self.SUPPORTED_DTYPES)
         norm = group_norm if is_ours else torch_group_norm
         return norm(*given, zero_centered_gamma=self.zero_centered_gamma)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._shared.native.formula import Formula
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact
-from .._shared.native.plain import plainness
+from .._shared.native.plain import explain, plainness
 from . import ops
 
 __all__ = [
@@ -74,8 +74,8 @@ def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
     try:
         if (answer := plainness(in1, in2, idx1)) and not in1.is_meta:
             return _index_mul.plain[answer](in1.contiguous(), in2.contiguous(), idx1.contiguous())
-    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
-        pass
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(check_operands, in1, in2, idx1)
     check_operands(in1, in2, idx1)
     return _index_mul(exact(in1), exact(in2), exact(idx1))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import as_rows, autocast_norm, check_floating, exact
-from .._shared.native.plain import plainness
+from .._shared.native.plain import explain, plainness
 from .fast_layer_norm import formula
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN", "_fast_layer_norm", "decompositions"]
@@ -153,8 +153,8 @@ def _normalize(
         ):
             operands = x.contiguous(), weight.contiguous(), bias.contiguous()
             return call.plain[answer](*operands, epsilon, zero_centered_gamma)
-    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
-        pass
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(_check, x, weight, bias, epsilon)
     if casts:
         x, weight, bias = autocast_norm(x, weight, bias)
     _check(x, weight, bias, epsilon)

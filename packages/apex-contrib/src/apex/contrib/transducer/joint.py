@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .._shared.native.formula import Formula
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact, is_dtensor
-from .._shared.native.plain import plainness
+from .._shared.native.plain import explain, plainness
 from .cells import are_counts, check_devices, check_lengths
 from .transducer_joint import ops, plain
 
@@ -152,17 +152,22 @@ class TransducerJointFunc(NamedFunction):
                 numbers = f_len.long().contiguous(), g_len.long().contiguous(), None, None
                 given = f.contiguous(), g.contiguous(), *numbers, 0, bool(relu), 1.0
                 return _joint.plain[answer](*given)
-        except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
-            pass
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+            explain(_check, f, g, f_len, g_len, None)
         _check_probability(dropout_prob)
         packed = (batch_offset, packed_batch) if pack_output else None
-        numbers, ends, rows = _checked(f, g, f_len, g_len, packed)
+        _check(f, g, f_len, g_len, packed)
+        ends, rows = packed or (None, 0)
+        f_len, g_len, ends = (
+            None if t is None else exact(t, torch.int64) for t in (f_len, g_len, ends)
+        )
         keep = None
         if dropout:
-            shape = (rows, f.shape[2]) if pack_output else (*f.shape[:2], *g.shape[1:])
+            shape = (int(rows), f.shape[2]) if pack_output else (*f.shape[:2], *g.shape[1:])
             keep = torch.rand(shape, device=f.device) >= dropout_prob
         scale = 1 / (1 - dropout_prob) if dropout else 1.0
-        h = _joint(exact(f), exact(g), *numbers, keep, ends, rows, bool(relu), scale)
+        options = int(rows), bool(relu), scale
+        h = _joint(exact(f), exact(g), f_len, g_len, keep, ends, *options)
         if mask_probe is not None and (relu or dropout):
             mask_probe.append(h.detach() > 0 if relu else keep)
         return h
@@ -173,10 +178,10 @@ def _check_probability(probability: float) -> None:
         raise ValueError(f"TransducerJoint: dropout_prob must be in [0, 1), got {probability}.")
 
 
-def _checked(
+def _check(
     f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, packed: tuple[Tensor | None, int] | None
-) -> tuple[list[Tensor], Tensor | None, int]:
-    """Lengths, offsets and rows as the operators take them; raises for what they do not take."""
+) -> None:
+    """Raise TypeError or ValueError for what the operators do not take."""
     name = "TransducerJoint"
     check_floating(name, "f", f)
     check_floating(name, "g", g)
@@ -201,7 +206,4 @@ def _checked(
         check_lengths(name, "batch_offset", ends, len(f))
         if is_dtensor(f):
             raise TypeError(f"{name}: pack_output=True takes no DTensor; give f.full_tensor().")
-    given = {"f_len": f_len, "g_len": g_len, "batch_offset": ends}
-    check_devices(name, "f", f.device, g=g, **given)
-    f_len, g_len, ends = (None if t is None else exact(t, torch.int64) for t in given.values())
-    return [f_len, g_len], ends, int(rows)
+    check_devices(name, "f", f.device, g=g, f_len=f_len, g_len=g_len, batch_offset=ends)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .._shared.native.formula import Formula
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating, exact, is_dtensor
-from .._shared.native.plain import plainness
+from .._shared.native.plain import explain, plainness
 from .cells import INTEGERS, are_counts, check_devices, check_integers, check_lengths
 from .transducer_loss import ops, plain
 
@@ -118,9 +118,10 @@ class TransducerLoss(nn.Module):
             ):
                 lengths = f_len.long().contiguous(), y_len.long().contiguous()
                 given = x.contiguous(), label.long().contiguous(), *lengths, None
-                return _loss.plain[answer](*given, blank_idx, x.shape[1], True).to(x.dtype)
-        except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
-            pass
+                loss = _loss.plain[answer](*given, int(blank_idx), x.shape[1], True)
+                return loss.to(x.dtype)
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+            explain(_check, x, label, f_len, y_len, blank_idx, None)
         packed = (batch_offset, max_f_len) if self.packed_input else None
         arguments = arguments_of(x, label, f_len, y_len, blank_idx, packed)
         if debug_list is not None and len(debug_list) == 0:
@@ -162,8 +163,23 @@ def arguments_of(
     softmax: bool = True,
 ) -> tuple:
     """The operators' arguments; raise TypeError or ValueError for what they do not take."""
-    _check_logits(x, label, blank, packed is not None)
+    _check(x, label, f_len, y_len, blank, packed)
     ends, frames = packed or (None, x.shape[1])
+    given = label, f_len, y_len, ends
+    numbers = (None if t is None else exact(t, torch.int64) for t in given)
+    return exact(x), *numbers, int(blank), int(frames), softmax
+
+
+def _check(
+    x: Tensor,
+    label: Tensor,
+    f_len: Tensor,
+    y_len: Tensor,
+    blank: int,
+    packed: tuple[Tensor | None, int | None] | None,
+) -> None:
+    _check_logits(x, label, blank, packed is not None)
+    ends, frames = packed or (None, None)
     if packed and (ends is None or frames is None):
         raise ValueError(
             f"{_NAME}: packed_input=True needs batch_offset, torch.cumsum(f_len * (y_len + 1), 0), "
@@ -177,8 +193,6 @@ def arguments_of(
             raise TypeError(f"{_NAME}: packed_input=True takes no DTensor; give x.full_tensor().")
     given = {"label": label, "f_len": f_len, "y_len": y_len, "batch_offset": ends}
     check_devices(_NAME, "x", x.device, **given)
-    numbers = (None if t is None else exact(t, torch.int64) for t in given.values())
-    return exact(x), *numbers, int(blank), int(frames), softmax
 
 
 def _check_logits(x: Tensor, label: Tensor, blank: int, is_packed: bool) -> None:

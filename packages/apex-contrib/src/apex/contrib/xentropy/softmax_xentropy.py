@@ -8,6 +8,7 @@ from torch import Tensor
 from .._shared.native.formula import Formula
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import check_floating
+from .._shared.native.plain import explain, plainness
 from . import ops
 
 __all__ = ["SoftmaxCrossEntropyLoss", "decompositions"]
@@ -119,6 +120,12 @@ class SoftmaxCrossEntropyLoss(NamedFunction):
         Source:
             Szegedy et al., *Rethinking the Inception Architecture*, CVPR 2016, section 7.
         """
+        try:
+            if (answer := plainness(logits, labels)) and not (half_to_float or logits.is_meta):
+                call = _softmax_xentropy.plain[answer]
+                return call(logits, labels, smoothing, padding_idx, False)
+        except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+            explain(_check, logits, labels, smoothing, half_to_float)
         _check(logits, labels, smoothing, half_to_float)
         return _softmax_xentropy(logits, labels, smoothing, padding_idx, half_to_float)
 

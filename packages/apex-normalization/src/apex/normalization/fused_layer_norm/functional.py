@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._shared.native.operands import autocast_norm, statistics_dtype
-from .._shared.native.plain import plainness
+from .._shared.native.operands import are_exact, autocast_norm, statistics_dtype
+from .._shared.native.plain import explain, plainness
 from . import formulas
 from .checks import as_shape, check_operands, check_recoverable, rms_eps
 
@@ -49,8 +49,9 @@ def run_layer_norm(
             return _plain_layer_norm[answer](
                 x.contiguous(), weight, bias, normalized_shape[0], eps, zero_centered_gamma
             )
-    except RuntimeError:  # of the operator's checks; below it is said in our words
-        pass
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        if are_exact(weight, bias):
+            explain(check_operands, name, x, weight, bias, normalized_shape, eps)
     if casts:
         x, weight, bias = autocast_norm(x, weight, bias)
     shape = as_shape(name, normalized_shape)
@@ -92,8 +93,9 @@ def run_rms_norm(
             return _plain_rms_norm[answer](
                 x.contiguous(), weight, normalized_shape[0], eps, zero_centered_gamma
             )
-    except RuntimeError:  # as above
-        pass
+    except (AttributeError, RuntimeError):  # as above
+        if are_exact(weight):
+            explain(check_operands, name, x, weight, None, normalized_shape, eps)
     if casts:
         x, weight = autocast_norm(x, weight)
     shape, eps = as_shape(name, normalized_shape), rms_eps(x, eps)

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from .._shared.native.once import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
-from .._shared.native.plain import WITH_GRADIENT, apply_of, direct, plainness
+from .._shared.native.plain import NOT_PLAIN, WITH_GRADIENT, apply_of, direct, plainness
 from .._shared.native.rank_statistics import batch_statistics, reduce_sums
 from .._shared.native.transforms import refuse_transforms
 from .arrange import (
@@ -32,10 +32,10 @@ def refuse_batch_norm_transforms() -> None:
     refuse_transforms(NAME, "Use torch.nn.BatchNorm2d, or the like, there.")
 
 
-def once_only(backward: Callable) -> Callable:
+def once_only(backward: Callable, plain: bool = False) -> Callable:
     """Decorate a function's ``backward``: its gradients raise where they are differentiated."""
     remedy = "Use torch.nn.BatchNorm2d, or the like, where a second derivative is needed."
-    return not_twice_differentiable(NAME, remedy)(backward)
+    return not_twice_differentiable(NAME, remedy, plain)(backward)
 
 
 class SyncBatchnormFunction(Function):
@@ -84,7 +84,7 @@ class SyncBatchnormFunction(Function):
     @once_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, z, weight and bias; the latter two of this rank's elements alone."""
-        return _gradients(reduce_bn, batchnorm_backward, ctx, grad_output)
+        return _gradients(ctx, grad_output, NOT_PLAIN)
 
 
 def _normalize(plain: int, ctx: Any, input: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
@@ -125,13 +125,12 @@ def _normalize(plain: int, ctx: Any, input: Tensor, z: Tensor | None, *rest: Any
     return layout.output(out) if moves else out
 
 
-def _gradients(
-    run_sums: Any, run_backward: Any, ctx: Any, grad_output: Tensor
-) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dy: Tensor, plain: int = WITH_GRADIENT) -> tuple[Tensor | None, ...]:
+    run_sums, run_backward = _RUN_BACKWARD if plain else (reduce_bn, batchnorm_backward)
     input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
     layout, needs = ctx.layout, ctx.needs_input_grad
     moves, last = layout.moved or layout.flattened is not None, layout.channel_last
-    dy = grad_output.to(input.dtype)
+    dy = dy if plain else dy.to(input.dtype)
     dy = layout.arrange(dy) if moves else dy.contiguous()
     x = copy
     if copy is None:
@@ -157,10 +156,11 @@ def _gradients(
 
 
 _run_forward = direct(batchnorm_forward)
+_RUN_BACKWARD = direct(reduce_bn), direct(batchnorm_backward)
 apply_plain = apply_of(
     SyncBatchnormFunction.__name__,
     functools.partial(_normalize, WITH_GRADIENT),
-    once_only(functools.partial(_gradients, direct(reduce_bn), direct(batchnorm_backward))),
+    once_only(_gradients, plain=True),
     SyncBatchnormFunction.backward,
 )
 """``SyncBatchnormFunction.apply`` of plain calls, with all arguments."""

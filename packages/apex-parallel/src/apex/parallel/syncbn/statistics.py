@@ -24,7 +24,7 @@ def group_size(process_group: dist.ProcessGroup | None) -> int:
     Raises:
         ValueError: this rank is not in the group.
     """
-    if not _HAS_RANKS or dist.group.WORLD is None:  # is_initialized() without its frame
+    if not _HAS_RANKS or dist.distributed_c10d._world.default_pg is None:  # is_initialized()
         return 1
     size = dist.get_world_size(process_group)
     if size < 1:

@@ -27,6 +27,13 @@ def table(name: str, argument: str, t: Tensor, given: Tensor) -> Tensor:
     return _rows(name, argument, t, _of_known_dtype(name, argument, t, given))
 
 
+def tables_of_line(name: str, t: Tensor, cos_: Tensor, sin_: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables for :func:`on_a_line`, which has nothing to say of them and ``t``."""
+    cos, sin = table(name, "cos_", t, cos_), table(name, "sin_", t, sin_)
+    _check_line(name, t, cos, sin)
+    return cos, sin
+
+
 def _of_known_dtype(name: str, argument: str, t: Tensor, given: Tensor) -> Tensor:
     check_floating(name, argument, given)
     if given.dtype not in (torch.float32, t.dtype):
@@ -77,6 +84,12 @@ def on_a_line(
     rotate: Callable[..., Tensor] = rotary_embedding,
 ) -> Tensor:
     """Rotate ``[sequence, batch, heads, d]`` by tables ``[rows, d2]``, or back."""
+    _check_line(name, t, cos, sin)
+    y = rotate(t.permute(1, 2, 0, 3), cos, sin, None, not transpose_memory)
+    return y.permute(2, 0, 1, 3)
+
+
+def _check_line(name: str, t: Tensor, cos: Tensor, sin: Tensor) -> None:
     _check_dimensions(name, t, "[sequence, batch, heads, d]")
     _check_alike(name, cos, sin)
     if cos.shape[0] < t.shape[0]:
@@ -84,8 +97,6 @@ def on_a_line(
             f"{name}: there are angles for {cos.shape[0]} positions, but t has {t.shape[0]}: "
             f"{list(t.shape)}."
         )
-    y = rotate(t.permute(1, 2, 0, 3), cos, sin, None, not transpose_memory)
-    return y.permute(2, 0, 1, 3)
 
 
 def of_sequences(

@@ -9,17 +9,27 @@ from torch import Tensor
 
 from ...parallel._ops import library
 from ...parallel._shared.native.operands import check_floating, exact
+from ...parallel._shared.native.plain import explain, plainness
 from . import scaled_softmax as _ops
 from .scaled_softmax import causal_softmax, masked_softmax, scaled_softmax
 
 
 def causal(name: str, inputs: Tensor, scale: float) -> Tensor:
+    try:
+        if (answer := plainness(inputs)) and not inputs.is_meta:
+            return causal_softmax.plain[answer](inputs.contiguous(), float(scale))
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(_check_causal, name, inputs)
+    _check_causal(name, inputs)
+    return causal_softmax(exact(inputs), float(scale))
+
+
+def _check_causal(name: str, inputs: Tensor) -> None:
     check_floating(name, "inputs", inputs)
     if inputs.dim() < 2 or inputs.shape[-1] != inputs.shape[-2]:
         raise ValueError(
             f"{name}: inputs must have shape [..., sequence, sequence], got {list(inputs.shape)}."
         )
-    return causal_softmax(exact(inputs), float(scale))
 
 
 def scaled(name: str, inputs: Tensor, scale: float) -> Tensor:
@@ -32,6 +42,23 @@ def scaled(name: str, inputs: Tensor, scale: float) -> Tensor:
 def masked(name: str, inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     if mask is None:
         return scaled(name, inputs, scale)
+    try:
+        if (
+            (answer := plainness(inputs, mask))
+            and not inputs.is_meta
+            and inputs.dim() == mask.dim() == 4
+        ):
+            mask_of_each = mask.contiguous().expand(inputs.shape[0], -1, -1, -1)
+            given = inputs.contiguous(), mask_of_each, float(scale)
+            return masked_softmax.plain[answer](*given)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(_check_masked, name, inputs, mask)
+    _check_masked(name, inputs, mask)
+    mask = exact(mask).expand(inputs.shape[0], -1, -1, -1)
+    return masked_softmax(exact(inputs), mask, float(scale))
+
+
+def _check_masked(name: str, inputs: Tensor, mask: Tensor) -> None:
     check_floating(name, "inputs", inputs)
     if inputs.dim() != 4:
         raise ValueError(
@@ -50,8 +77,6 @@ def masked(name: str, inputs: Tensor, mask: Tensor | None, scale: float) -> Tens
         raise ValueError(
             f"{name}: mask must be on {inputs.device}, as inputs are; it is on {mask.device}."
         )
-    mask = exact(mask).expand(batch, -1, -1, -1)
-    return masked_softmax(exact(inputs), mask, float(scale))
 
 
 def backward(name: str, output_grads: Tensor, softmax_results: Tensor, scale: float) -> Tensor:

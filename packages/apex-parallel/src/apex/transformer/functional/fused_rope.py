@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...parallel._shared.native.named_functions import NamedFunction
-from ...parallel._shared.native.plain import plainness
+from ...parallel._shared.native.plain import explain, plainness
 from . import checked_rope
 from .rotary_embedding import rotary_embedding
 
@@ -103,6 +103,7 @@ def fused_apply_rotary_pos_emb_cached(
         t, transpose_output_memory: as there.
         cos_, sin_: ``[sequence or more, 1, 1, d2]``, float32 or the dtype of ``t``.
     """
+    name = "fused_apply_rotary_pos_emb_cached"
     try:
         if (
             (answer := plainness(t, cos_, sin_))
@@ -115,11 +116,9 @@ def fused_apply_rotary_pos_emb_cached(
             sin = sin_.detach().flatten(0, 2).contiguous()
             given = t.permute(1, 2, 0, 3), cos, sin, None, not transpose_output_memory
             return rotary_embedding.plain[answer](*given).permute(2, 0, 1, 3)
-    except (AttributeError, RuntimeError):  # of None, and of the operator's checks: said below
-        pass
-    name = "fused_apply_rotary_pos_emb_cached"
-    cos = checked_rope.table(name, "cos_", t, cos_)
-    sin = checked_rope.table(name, "sin_", t, sin_)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        explain(checked_rope.tables_of_line, name, t, cos_, sin_)
+    cos, sin = checked_rope.tables_of_line(name, t, cos_, sin_)
     return checked_rope.on_a_line(name, t, cos, sin, transpose_output_memory)
 
 

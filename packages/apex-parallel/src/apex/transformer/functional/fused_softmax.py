@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
 from ...parallel._shared.native.named_functions import NamedFunction
 from ...parallel._shared.native.operands import autocast
@@ -50,7 +51,8 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
         >>> scaled_upper_triang_masked_softmax(scores, None, 0.125).shape
         torch.Size([2, 4, 8, 8])
     """
-    (inputs,) = autocast(inputs)
+    if _is_any_autocast_enabled():
+        (inputs,) = autocast(inputs)
     return checked_softmax.causal("scaled_upper_triang_masked_softmax", inputs, scale)
 
 
@@ -82,13 +84,15 @@ def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> 
         >>> scaled_masked_softmax(scores, mask, 0.125).sum(-1).allclose(torch.ones(2, 4, 8))
         True
     """
-    (inputs,) = autocast(inputs)
+    if _is_any_autocast_enabled():
+        (inputs,) = autocast(inputs)
     return checked_softmax.masked("scaled_masked_softmax", inputs, mask, scale)
 
 
 def generic_scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The same as :func:`scaled_masked_softmax`, which has no limit of sizes here."""
-    (inputs,) = autocast(inputs)
+    if _is_any_autocast_enabled():
+        (inputs,) = autocast(inputs)
     return checked_softmax.masked("generic_scaled_masked_softmax", inputs, mask, scale)
 
 
