@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import MASTER
+from ..stepping.checkpoints import outside_inference_mode
 from ..stepping.optimizer import FusedOptimizer
 from .moments import (
     LARGEST,
@@ -145,8 +146,10 @@ class CompactStates(FusedOptimizer):
             )
         for group in self.param_groups:
             if any(own is param for own in group["params"]):
-                count = float(self.init_state(group, param))
-                self.state[param]["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
+                with outside_inference_mode():
+                    count = float(self.init_state(group, param))
+                    step = torch.tensor(count, dtype=torch.float32, device="cpu")
+                self.state[param]["step"] = step
                 return
         raise ValueError("FusedAdam.initialize_state: param is not one of the optimizer's.")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..fused_lamb.buckets import LambBucket
 from ..fused_lamb.shared_step import LambOptimizer
 from ..stepping.buckets import MASTER, StateLayout
-from ..stepping.checkpoints import load_between_hooks
+from ..stepping.checkpoints import load_between_hooks, outside_inference_mode
 from ..stepping.checks import check_lr
 from ..stepping.numbers import Scaling, advance_on_device, lr_tensor
 from ..stepping.optimizer import FusedOptimizer
@@ -143,10 +143,6 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             for group in self.param_groups
         ]
 
-    @property
-    def keeps_masters(self) -> bool:
-        return self.reduced_precision_dtype is not None
-
     def needs_master(self, param: Tensor) -> bool:
         return param.dtype == self.reduced_precision_dtype
 
@@ -157,7 +153,8 @@ class FusedMixedPrecisionLamb(LambOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        own_numbers(self.param_groups[-1])
+        with outside_inference_mode():
+            own_numbers(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load = super().load_state_dict

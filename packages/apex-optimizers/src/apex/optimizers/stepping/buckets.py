@@ -258,11 +258,16 @@ class Bucket:
         params, masters = self.local(self.params), self.local(self.lists[-1])
         if masters[0].dtype == torch.int16:
             return  # a remainder is part of the parameter itself
-        for index in self.marks.changed(self.params, params):
+        changed = self.marks.changed(self.params, params)
+        if not changed:
+            return
+        self.check_new_gradients()  # a step that is refused changes no master
+        for index in changed:
             param, whole = params[index], self.whole_master(index, masters[index])
             is_rounded = whole.to(param.device, param.dtype) == param
             value = torch.where(is_rounded, whole.to(param.device), param)
             self.set_master(index, masters[index], value)
+        self.marks.take(self.params, params)
 
     def whole_master(self, index: int, master: Tensor) -> Tensor:
         """The float32 master of a parameter, by its number, as it is kept."""

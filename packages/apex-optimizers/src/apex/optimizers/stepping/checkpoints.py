@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from .numbers import lr_tensor, numbers_device
 from .sharding import is_sharded
 
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum")
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make tensors that later steps can write to, where a user calls under inference_mode."""
+    is_grad_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+        yield
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -63,7 +72,8 @@ def load_between_hooks(
         optimizer.register_load_state_dict_post_hook(lambda _: repairs.pop()(), prepend=True),
     ]
     try:
-        load(state_dict)
+        with outside_inference_mode():
+            load(state_dict)
     finally:
         for handle in handles:
             handle.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,19 @@ from .._ops import library
 from .buckets import state_dtype
 from .gradients import describe
 
-# Hyper-parameters that are handed to operators as numbers; betas is a pair of them.
-_NUMBERS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "max_grad_norm",
-    "momentum",
-    "dampening",
-    "trust_coefficient",
+# Hyper-parameters that are handed to operators as numbers, beside betas, and the least that they
+# take. A learning rate may be negative, which ascends.
+_LARGEST = sys.float_info.max
+_LEAST = (
+    ("lr", -_LARGEST),
+    ("eps", 0.0),
+    ("weight_decay", -_LARGEST),
+    ("max_grad_norm", -_LARGEST),
+    ("momentum", 0.0),
+    ("dampening", -_LARGEST),
+    ("trust_coefficient", -_LARGEST),
 )
+_NO_BETAS = (0.0, 0.0)
 
 
 def check_lr(optimizer: str, lr: Any) -> None:
@@ -51,18 +54,30 @@ def check_not_negative(optimizer: str, group: dict[str, Any], names: Iterable[st
             raise ValueError(f"{optimizer}: {name} must be >= 0, got {group[name]}.")
 
 
-def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
+def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Raise TypeError or ValueError for the first hyper-parameter that is no number.
 
-    All groups are checked before the first one is stepped.
+    Returns:
+        Groups with numbers that an operator may refuse. If they are stepped first, nothing has been
+        written by then.
     """
+    doubtful = []
     for group in groups:
-        for name in _NUMBERS:
-            value = group.get(name, 0.0)
+        for name, least in _LEAST:
+            if name not in group:
+                continue
+            value = group[name]
             kind = type(value)
-            is_pair = kind is tuple and name == "betas" and [*map(type, value)] == [float, float]
-            if kind not in (float, int) and not is_pair:
+            if not ((kind is float or kind is int) and least <= value <= _LARGEST):
                 _check_number(optimizer, name, value)
+                if name != "lr" or not isinstance(value, Tensor) or value.is_complex():
+                    doubtful.append(group)
+        betas = group.get("betas", _NO_BETAS)
+        is_pair = type(betas) is tuple and [*map(type, betas)] == [float, float]
+        if not (is_pair and 0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+            _check_number(optimizer, "betas", betas)
+            doubtful.append(group)
+    return doubtful
 
 
 def _check_number(optimizer: str, name: str, value: Any) -> None:

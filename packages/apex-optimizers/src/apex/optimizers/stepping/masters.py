@@ -50,15 +50,10 @@ class MasterMarks:
         self._versions, self._addresses = map(list, zip(*marks, strict=True))
 
     def changed(self, params: Sequence[Tensor], shards: Sequence[Tensor]) -> list[int]:
-        """Numbers of the parameters that were changed, or were never seen; remembers them.
-
-        Args:
-            params, shards: see :meth:`take`.
-        """
-        versions, addresses = self._versions, self._addresses
-        self.take(params, shards)
+        """Numbers of the parameters that were changed since :meth:`take`, or were never seen."""
+        versions, addresses = list(map(_version_of, params)), list(map(Tensor.data_ptr, shards))
         if versions == self._versions and addresses == self._addresses:
             return []
-        before = zip(versions, addresses, strict=True)
-        now = zip(self._versions, self._addresses, strict=True)
+        before = zip(self._versions, self._addresses, strict=True)
+        now = zip(versions, addresses, strict=True)
         return [i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     master_weights = False
     stochastic_rounding = False  # whether bfloat16 parameters are rounded by chance
     _overflow_buffer: Tensor | None = None
+    _doubtful: Sequence[dict[str, Any]] = ()  # during a step: see check_numbers
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         keep_from_tracing(type(self))
@@ -135,11 +136,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             elif (kept.device, kept.stride()) != (param.device, param.stride()):
                 like = torch.empty_like(param, dtype=kept.dtype, requires_grad=False)
                 state[key] = like.copy_(kept)
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether parameters of any dtype have masters."""
-        return self.master_weights
 
     def needs_master(self, param: Tensor) -> bool:
         """Whether a float32 copy of a parameter is kept."""
@@ -259,13 +255,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def update_params(self) -> None:
         """Step all buckets, and hold nothing afterwards: gradients set to None are to be freed."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # a later step may be outside, and writes to states
+                FusedOptimizer.update_params(self)
+            return
         cache, is_grad_enabled = self._buckets, torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # as a decorator it would take ten calls
         try:
             is_counted = self.stochastic_rounding or not self.replayable
             if is_counted and not self.capturable and is_capturing(self.param_groups):
                 self._refuse_capture()
-            check_numbers(self.layout.optimizer, self.param_groups)
+            self._doubtful = check_numbers(self.layout.optimizer, self.param_groups)
             buckets = cache.collect(self)
             try:
                 self.step_buckets(buckets)
@@ -294,6 +294,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step_buckets(self, buckets: list[Bucket]) -> None:
         """Update all parameters and count the step."""
+        if self._doubtful:  # first: a step that is refused changes nothing
+            refused = list(map(id, self._doubtful))
+            buckets = sorted(buckets, key=lambda bucket: id(bucket.group) not in refused)
         for bucket in buckets:
             self.step_bucket(bucket)
         if not self.layout.counts_group_steps:

@@ -15,6 +15,7 @@ from .gradients import check_dense, check_gradients, check_states
 from .rounding import check_rounded
 from .sharding import placement_of
 
+_dtype_of = operator.attrgetter("dtype")
 _shape_of = operator.attrgetter("shape")
 
 
@@ -187,11 +188,6 @@ def _grads_of(name: str, params: list[Tensor]) -> list[Tensor | None]:
         return [getattr(param, name, None) for param in params]
 
 
-def _differ_in_dtype(buckets: list[Bucket]) -> bool:
-    """Whether parameters of another dtype than before need a master now, or none any longer."""
-    return any(p.dtype != bucket.dtype for bucket in buckets for p in bucket.params)
-
-
 def _differ_in_shape(buckets: list[Bucket]) -> bool:
     """Whether gradients that torch did not check have another shape: kernels count elements."""
     return any(
@@ -213,7 +209,7 @@ class _GroupBuckets:
         self._switch = optimizer.switch
         self._is_switched = bool(wanted.group.get(self._switch))
         self._grad_of = operator.attrgetter(optimizer.layout.grad_name)
-        self._watches_dtypes = optimizer.keeps_masters
+        self._dtypes = list(map(_dtype_of, wanted.params))
         self._indices: list[list[int] | None] = []  # None: all
         self._entries: list[list[int] | None] = []  # see StateOrder.positions
         self.buckets: list[Bucket] = []
@@ -221,7 +217,8 @@ class _GroupBuckets:
     def take(self, optimizer: Any, group: dict[str, Any], values: list[Any]) -> bool:
         """Give buckets the gradients and states of a step; return whether these are theirs still.
 
-        They are not where a parameter, its state, or the pattern of gradients has changed.
+        They are not where a parameter, its dtype, its state, or the pattern of gradients has
+        changed.
 
         Args:
             values: all of the state, and behind them None for parameters that have no entry.
@@ -235,13 +232,15 @@ class _GroupBuckets:
         for own, now in zip(self._lists, lists, strict=False):
             if len(own) != len(now) or not all(map(operator.is_, own, now)):
                 return False
+        if list(map(_dtype_of, params)) != self._dtypes:
+            return False
         try:
             grads = list(map(self._grad_of, sources))
         except AttributeError:  # not torch's own attribute, which every parameter has
             grads = _grads_of(optimizer.layout.grad_name, sources)
         if list(map(operator.is_, grads, repeat(None))) != self._missing:
             return False
-        fits = not (self._watches_dtypes and _differ_in_dtype(self.buckets))
+        fits = True
         for bucket, indices, places in zip(self.buckets, self._indices, self._entries, strict=True):
             own = grads if indices is None else [grads[i] for i in indices]
             states = values[:-1] if places is None else [values[i] for i in places]
