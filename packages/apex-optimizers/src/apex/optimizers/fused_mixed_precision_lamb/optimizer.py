@@ -15,7 +15,7 @@ from ..stepping.buckets import MASTER, StateLayout
 from ..stepping.checkpoints import load_between_hooks, outside_inference_mode
 from ..stepping.checks import check_lr
 from ..stepping.numbers import Scaling, advance_on_device, lr_tensor
-from ..stepping.optimizer import FusedOptimizer
+from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from .arguments import check_reduced_precision, check_step, given_grad_scaler
 from .groups import own_numbers
 
@@ -89,7 +89,7 @@ class FusedMixedPrecisionLamb(LambOptimizer):
     )
     kept_attributes = (*LambOptimizer.kept_attributes, "reduced_precision_dtype")
     capturable = True
-    _step_supports_amp_scaling = True
+    multi_tensor_lamb = amp_c_function("multi_tensor_lamb_mp")
 
     def __init__(
         self,
@@ -127,13 +127,6 @@ class FusedMixedPrecisionLamb(LambOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults, amsgrad)
-
-    @property
-    def multi_tensor_lamb(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_lamb_mp``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_lamb_mp
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..stepping.buckets import Bucket
 from ..stepping.held_lists import HeldOps
-from ..stepping.momentum import MomentumOptimizer, momentum_layout
+from ..stepping.momentum import BUFFER, MomentumOptimizer, momentum_layout
+from ..stepping.optimizer import amp_c_function
 from ..stepping.rounding import SEED, rounding_key
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)
-
-
-class SgdBucket(Bucket):
-    """A bucket that hands its lists over once, where that pays."""
-
-    held_ops = SGD_HELD
 
 
 class FusedSGD(MomentumOptimizer):
@@ -88,8 +83,9 @@ class FusedSGD(MomentumOptimizer):
 
     layout = momentum_layout("FusedSGD")
     kept_attributes = (*MomentumOptimizer.kept_attributes, "layout", "stochastic_rounding")
-    bucket_class = SgdBucket
+    held_ops = SGD_HELD
     kernels = "fused_sgd"
+    multi_tensor_sgd = amp_c_function("multi_tensor_sgd")
 
     def __init__(
         self,
@@ -126,14 +122,10 @@ class FusedSGD(MomentumOptimizer):
         flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
         super().__init__(params, defaults, *flags)
 
-    @property
-    def multi_tensor_sgd(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_sgd``, for subclasses written for Apex."""
-        import amp_C
+    def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
+        return param.dtype if key == BUFFER else super().kept_dtype(key, param)
 
-        return amp_C.multi_tensor_sgd
-
-    def step_bucket(self, bucket: SgdBucket) -> None:
+    def step_bucket(self, bucket: Bucket) -> None:
         group, numbers = bucket.group, self.numbers_of(bucket)
         bucket.run(
             sgd_step,

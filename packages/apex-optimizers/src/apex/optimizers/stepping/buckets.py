@@ -8,13 +8,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .gradients import check_gradients, forms_of, match_layouts, write_back
-from .held_lists import HeldOps, Holder, are_same, is_worth_holding
+from .held_lists import Holder, are_same, is_worth_holding
 from .masters import MasterMarks
 from .real_views import is_lazy, real_gradients, real_views
 from .sharding import is_sharded, local_tensors
@@ -96,19 +96,18 @@ class Bucket:
     tensors as real ones, which are never held: they are views.
     """
 
-    writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
-    held_ops: ClassVar[HeldOps | None] = None  # of the operator that can hold its lists
     place: int | None = None  # of its first parameter in the optimizer, once it was asked for
 
     def __init__(
         self,
-        layout: StateLayout,
+        optimizer: Any,
         group: dict[str, Any],
         keys: tuple[str, ...],
         members: Members,
         count: int,
     ) -> None:
-        self.layout = layout
+        self.layout = layout = optimizer.layout
+        self.held_ops, self._writing_ops = optimizer.held_ops, optimizer.writing_ops
         self.group = group
         self.keys = keys  # of the moments in states; the others are not used in this group
         self.params, self.sources, self.copies, self.states = members
@@ -233,7 +232,7 @@ class Bucket:
                 raise
             Bucket.run(self, op, *hyper)
             return
-        if op in self.writing_ops:
+        if op in self._writing_ops:
             self._write_back()
         self.has_run = True
         # Autograd then notices a backward pass over values from before the step.

@@ -106,7 +106,6 @@ def _checked_pairs(
             _check_saved_tensor(layout.optimizer, param, key, saved[key])
         if "step" in saved:
             _check_count(layout.optimizer, saved["step"])
-        optimizer.check_saved(saved)
     for index, group in enumerate(state_dict["param_groups"]):
         _check_options(optimizer, index, group)
         if "step" in group:

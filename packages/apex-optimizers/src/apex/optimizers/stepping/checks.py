@@ -29,6 +29,16 @@ _LEAST = (
 )
 _NO_BETAS = (0.0, 0.0)
 
+# Those that groups must have in the range >= 0, if an optimizer has them.
+NOT_NEGATIVE = (
+    "momentum",
+    "eps",
+    "weight_decay",
+    "max_grad_norm",
+    "trust_coefficient",
+    "initial_accumulator_value",
+)
+
 
 def check_lr(optimizer: str, lr: Any) -> None:
     """Raise ValueError unless ``lr`` is >= 0, a number or a tensor of one element.

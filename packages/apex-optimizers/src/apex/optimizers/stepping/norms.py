@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket, ask
-from .sharding import is_sharded, placement_of, reduce_over_shards
+from .sharding import norms_of, placement_of
 
 
 def norm_of_gradients(buckets: list[Bucket], wide: bool = False) -> Tensor:
@@ -30,25 +30,14 @@ def _norm_of_all(buckets: list[Bucket], wide: bool) -> Tensor:
             bucket.match()
         grad = bucket.grads[0]
         lists.setdefault((grad.device, grad.dtype, placement_of(grad)), []).append(bucket)
-    norms = [_norm_of_alike(own, wide) for own in lists.values()]
+    norms = [
+        norms_of([g for bucket in own for g in bucket.used], own[0].grads[0], False, wide)
+        for own in lists.values()
+    ]
     if len(norms) == 1:
         return norms[0]
     device = norms[0].device
     return torch.cat([norm.to(device, torch.float64) for norm in norms]).norm().reshape(1)
-
-
-def _norm_of_alike(buckets: list[Bucket], wide: bool) -> Tensor:
-    """Norm [1] of gradients of one device, dtype and placement; of shards, that of the whole."""
-    from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
-
-    grads = [g for bucket in buckets for g in bucket.used]
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # it writes to nothing
-        norm, _ = multi_tensor_l2norm(grads, None, False, wide)
-    whole = buckets[0].grads[0]
-    if not is_sharded(whole):
-        return norm
-    square = reduce_over_shards(norm.double().square_(), whole)
-    return square.sqrt_().to(norm.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

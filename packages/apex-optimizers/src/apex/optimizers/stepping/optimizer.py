@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -11,7 +12,17 @@ from torch import Tensor
 from .._shared.native.writes import keep_from_tracing
 from .buckets import MASTER, Bucket, StateLayout, state_dtype
 from .checkpoints import complete_groups, load_state, separate_steps
-from .checks import check_duplicates, check_numbers, check_params, require_kernels
+from .checks import (
+    NOT_NEGATIVE,
+    check_betas,
+    check_duplicates,
+    check_lr,
+    check_not_negative,
+    check_numbers,
+    check_params,
+    require_kernels,
+)
+from .held_lists import HeldOps
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
 from .plan import BucketCache
 from .rounding import check_rounded, check_seed
@@ -26,7 +37,12 @@ def is_capturing(groups: list[dict[str, Any]]) -> bool:
     )
 
 
-_KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling")
+def amp_c_function(name: str) -> property:
+    """A function of ``amp_C``, which subclasses written for Apex call as their own."""
+    return property(lambda _: getattr(importlib.import_module("amp_C"), name))
+
+
+_KEPT = ("set_grad_none", "capturable")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -40,12 +56,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
+    held_ops: ClassVar[HeldOps | None] = None  # of the step operator, if it can hold lists
+    writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
     # A group's option without which its states lack the last of the layout's moments.
     switch: ClassVar[str | None] = None
 
     set_grad_none = True
     capturable = False  # whether lr and step are on the device
-    _step_supports_amp_scaling = False  # looked at by torch.amp.GradScaler
     # Whether a captured step may be replayed all the same: its formula does not count steps.
     replayable: ClassVar[bool] = False
     # Whether a float32 lr on the GPU is read there, also where steps are counted on the host.
@@ -62,15 +79,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What a subclass supplies.
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
-        raise NotImplementedError
-
     def step_bucket(self, bucket: Bucket) -> None:
         """Update the parameters of one bucket."""
         raise NotImplementedError
 
     # What a subclass may change.
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
+        name = self.layout.optimizer
+        check_lr(name, group["lr"])
+        if "betas" in self.defaults:
+            check_betas(name, group["betas"])
+        check_not_negative(name, group, [key for key in NOT_NEGATIVE if key in self.defaults])
 
     def check_saved_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if a saved group is of another formula."""
@@ -79,25 +100,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Which moments, and whether a master, the state of a parameter has."""
         return [key for key in (*self.layout.moments, MASTER) if key in state]
 
-    def check_saved(self, saved: dict[str, Any]) -> None:
-        """Raise ValueError if the saved state of a parameter is not of this kind of optimizer."""
-
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The moments that the parameters of a group have."""
         moments = self.layout.moments
         return moments if self.switch is None or group.get(self.switch) else moments[:-1]
 
-    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
-        """Dtype in which a moment of a parameter is kept."""
-        return state_dtype(param)
-
-    def master_dtype(self, param: Tensor) -> torch.dtype:
-        """Dtype in which the master of a parameter is kept, if it has one."""
-        return torch.float32
-
     def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
-        """:meth:`moment_dtype`, or of ``master_param`` :meth:`master_dtype`."""
-        return self.master_dtype(param) if key == MASTER else self.moment_dtype(key, param)
+        """Dtype in which a moment of a parameter, or its master if it has one, is kept."""
+        return torch.float32 if key == MASTER else state_dtype(param)
 
     def init_state(self, group: dict[str, Any], param: Tensor) -> int:
         """Make what is missing of a parameter's state; return the number of steps it has taken."""
@@ -105,7 +115,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         is_new = not any(key in state for key in self.layout.moments)
         for key in self.state_keys(group):
             if key not in state:
-                dtype = self.moment_dtype(key, param)
+                dtype = self.kept_dtype(key, param)
                 state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         if self.needs_master(param) and MASTER not in state:
             state[MASTER] = param.detach().clone().float()
@@ -142,6 +152,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
 
     # The optimizer as its users see it.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """If so, torch.amp.GradScaler sets grad_scale and found_inf instead of unscaling."""
+        return self.capturable
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
@@ -183,12 +198,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.capturable and not isinstance(group["lr"], Tensor):
             device = numbers_device(group)
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
-
-    def set_capturable(self, capturable: bool) -> None:
-        """Take the constructor's argument, before there are parameters."""
-        self.capturable = capturable
-        # torch.amp.GradScaler.step() then sets grad_scale and found_inf instead of unscaling.
-        self._step_supports_amp_scaling = capturable
 
     def numbers_of(self, bucket: Bucket) -> StepNumbers:
         """Learning rate, count and scale of the bucket's next step."""

@@ -291,7 +291,7 @@ class _GroupBuckets:
                     state["step"] = shared
             is_all = len(indices) == len(wanted.params)
             self._indices.append(None if is_all else indices)
-            self.buckets.append(bucket_class(layout, wanted.group, wanted.keys, members, count))
+            self.buckets.append(bucket_class(optimizer, wanted.group, wanted.keys, members, count))
 
     def find(self, order: StateOrder) -> None:
         """Find the entries of the state."""
