@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..stepping.buckets import Bucket, StateLayout
 from ..stepping.held_lists import HeldOps
+from ..stepping.numbers import StepNumbers
 from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from .ops import adagrad_step
 
@@ -142,8 +143,8 @@ class FusedAdagrad(FusedOptimizer):
             _check_supported("FusedAdagrad.load_state_dict", group)
         super().load_state_dict(state_dict)
 
-    def step_bucket(self, bucket: Bucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         bucket.run(
             adagrad_step,
             numbers.lr,
@@ -152,7 +153,6 @@ class FusedAdagrad(FusedOptimizer):
             bool(self.adagrad_w_mode),
             bool(group["maximize"]),
         )
-        numbers.count(bucket)
 
 
 def _first_value(group: dict[str, Any], param: Tensor) -> complex | float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import MASTER, Bucket
-from ..stepping.gradients import SMALL_FLOATS
+from ..stepping.checks import SMALL_FLOATS
 from ..stepping.held_lists import HeldOps
 from .moments import SCALED, SCALES, store_scaled
 from .ops import adam_step

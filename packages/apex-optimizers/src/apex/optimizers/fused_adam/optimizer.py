@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import MASTER, StateLayout
-from ..stepping.norms import NormLimits, norm_of_gradients
-from ..stepping.numbers import Scaling
+from ..stepping.checks import SEED
+from ..stepping.numbers import Scaling, StepNumbers, norm_of_gradients, rounding_key
 from ..stepping.optimizer import amp_c_function
-from ..stepping.rounding import SEED, rounding_key
 from .buckets import ADAM_HELD, AdamBucket
-from .checks import check_legacy
+from .checks import NormLimits, check_legacy
 from .compact_states import CompactStates
 from .moments import LARGEST, MOMENTS, compact_step
 from .ops import adam_step, adam_step_capturable
@@ -251,7 +250,7 @@ class FusedAdam(CompactStates):
             check_legacy(legacy, named_legacy)
         limits = None
         if max_norm is not None or skip_nonfinite or skip_above is not None:
-            limits = NormLimits.of("FusedAdam", max_norm, skip_nonfinite, skip_above)
+            limits = NormLimits.of(max_norm, skip_nonfinite, skip_above)
             if limits.may_skip:
                 self._check_may_skip()
         loss = None
@@ -292,21 +291,20 @@ class FusedAdam(CompactStates):
             return True
         return not skips
 
-    def step_bucket(self, bucket: AdamBucket) -> None:
+    def step_bucket(self, bucket: AdamBucket, numbers: StepNumbers) -> None:
         group, clip = bucket.group, self._clip
         if clip is not None:
             clip = clip.to(bucket.params[0].device)
         key = rounding_key(self, bucket) if self.stochastic_rounding else None
         if self.capturable:
-            self._step_capturable(bucket, clip, key)
+            self._step_capturable(bucket, numbers, clip, key)
             return
-        step = int(bucket.step_tensor) + 1
         hyper = (
-            float(group["lr"]),
+            numbers.lr,
             *group["betas"],
             group["eps"],
             group["weight_decay"],
-            step,
+            numbers.step,
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
         )
@@ -316,10 +314,11 @@ class FusedAdam(CompactStates):
             bucket.run(compact_step, bucket.scales, *hyper, gradient_scale)
         else:
             bucket.run(adam_step, *hyper, bool(group["maximize"]), clip, key)
-        bucket.step_tensor.fill_(step)
 
-    def _step_capturable(self, bucket: AdamBucket, clip: Tensor | None, key: int | None) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def _step_capturable(
+        self, bucket: AdamBucket, numbers: StepNumbers, clip: Tensor | None, key: int | None
+    ) -> None:
+        group = bucket.group
         bucket.run(
             adam_step_capturable,
             numbers.device_lr,
@@ -335,4 +334,3 @@ class FusedAdam(CompactStates):
             clip,
             key,
         )
-        numbers.count(bucket)

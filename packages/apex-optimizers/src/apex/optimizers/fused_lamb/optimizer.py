@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ..stepping.buckets import StateLayout
+from ..stepping.checks import SEED
 from ..stepping.optimizer import amp_c_function
-from ..stepping.rounding import SEED
 from .shared_step import LambOptimizer
 
 

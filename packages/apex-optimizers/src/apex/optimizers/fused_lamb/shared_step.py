@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..stepping.numbers import Scaling
+from ..stepping.numbers import Scaling, StepNumbers, rounding_key
 from ..stepping.optimizer import FusedOptimizer, amp_c_function
-from ..stepping.rounding import rounding_key
 from .buckets import LambBucket, share_grad_norm
 from .ops import lamb_step
 
@@ -35,8 +34,8 @@ class LambOptimizer(FusedOptimizer):
         share_grad_norm(buckets, Scaling.of(self).inv_scale)
         super().step_buckets(buckets)
 
-    def step_bucket(self, bucket: LambBucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: LambBucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         bucket.run(
             _lamb_step if self.layout.has_masters else _plain_step,
             numbers.lr,
@@ -58,7 +57,6 @@ class LambOptimizer(FusedOptimizer):
             numbers.found_inf,
             rounding_key(self, bucket) if self.stochastic_rounding else None,
         )
-        numbers.count(bucket)
 
 
 def _plain_step(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..stepping.buckets import Bucket
 from ..stepping.momentum import MomentumOptimizer, momentum_layout
+from ..stepping.numbers import StepNumbers
 from ..stepping.optimizer import amp_c_function
 from ..stepping.sharding import norms_of
 from .ops import lars_step
@@ -115,8 +116,8 @@ class FusedLARS(MomentumOptimizer):
         flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
         super().__init__(params, defaults, *flags)
 
-    def step_bucket(self, bucket: Bucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         whole = bucket.params[0] if bucket.is_sharded else None
 
         def step(params: list, grads: list, buffers: list, copies: list, *hyper: Any) -> None:
@@ -138,4 +139,3 @@ class FusedLARS(MomentumOptimizer):
             self.gradient_scale(group),
             None,
         )
-        numbers.count(bucket)

@@ -194,10 +194,9 @@ class FusedNovoGrad(FusedOptimizer):
                     group.pop(NORMS, None)
             raise
 
-    def step_bucket(self, bucket: NovoGradBucket) -> None:
-        group = bucket.group
+    def step_bucket(self, bucket: NovoGradBucket, numbers: StepNumbers) -> None:
+        group, device = bucket.group, bucket.params[0].device
         vector, slots = group[NORMS][bucket.kind], bucket.slots
-        device, numbers = bucket.params[0].device, self.numbers_of(bucket)
         norms = vector if slots is None else vector.index_select(0, slots).to(device)
         if group["init_zero"]:
             norms = _zero_at_first_step(norms, numbers)
@@ -226,7 +225,6 @@ class FusedNovoGrad(FusedOptimizer):
             vector.index_copy_(0, slots, norms.to(vector.device))
         elif norms is not vector:
             vector.copy_(norms)
-        numbers.count(bucket)
 
 
 def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> Tensor:

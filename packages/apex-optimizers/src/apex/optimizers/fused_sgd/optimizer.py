@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import Bucket
+from ..stepping.checks import SEED
 from ..stepping.held_lists import HeldOps
 from ..stepping.momentum import BUFFER, MomentumOptimizer, momentum_layout
+from ..stepping.numbers import StepNumbers, rounding_key
 from ..stepping.optimizer import amp_c_function
-from ..stepping.rounding import SEED, rounding_key
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)
@@ -125,8 +126,8 @@ class FusedSGD(MomentumOptimizer):
     def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
         return param.dtype if key == BUFFER else super().kept_dtype(key, param)
 
-    def step_bucket(self, bucket: Bucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         bucket.run(
             sgd_step,
             numbers.lr,
@@ -142,4 +143,3 @@ class FusedSGD(MomentumOptimizer):
             rounding_key(self, bucket) if self.stochastic_rounding else None,
             group.get("step", 0) + 1 if self.stochastic_rounding else 0,
         )
-        numbers.count(bucket)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import describe
+from .checks import describe
 from .numbers import lr_tensor, numbers_device
 from .sharding import is_sharded
 

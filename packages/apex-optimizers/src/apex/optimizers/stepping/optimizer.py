@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._shared.native.writes import keep_from_tracing
-from .buckets import MASTER, Bucket, StateLayout, state_dtype
+from .buckets import MASTER, Bucket, StateLayout
 from .checkpoints import complete_groups, load_state, separate_steps
 from .checks import (
     NOT_NEGATIVE,
@@ -20,12 +20,14 @@ from .checks import (
     check_not_negative,
     check_numbers,
     check_params,
+    check_rounded,
+    check_seed,
     require_kernels,
+    state_dtype,
 )
 from .held_lists import HeldOps
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
 from .plan import BucketCache
-from .rounding import check_rounded, check_seed
 
 
 def is_capturing(groups: list[dict[str, Any]]) -> bool:
@@ -79,8 +81,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What a subclass supplies.
 
-    def step_bucket(self, bucket: Bucket) -> None:
-        """Update the parameters of one bucket."""
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        """Update the parameters of one bucket: hand the operator what it takes after its lists."""
         raise NotImplementedError
 
     # What a subclass may change.
@@ -199,17 +201,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             device = numbers_device(group)
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
 
-    def numbers_of(self, bucket: Bucket) -> StepNumbers:
-        """Learning rate, count and scale of the bucket's next step."""
-        if self.capturable:
-            return StepNumbers.on_device(self, bucket)
-        lr, count = bucket.group["lr"], bucket.step_tensor
-        step = 1 + (bucket.count if count is None else int(count))
-        is_tensor = self.reads_device_lr and isinstance(lr, Tensor)
-        if is_tensor and lr.is_cuda and lr.dtype == torch.float32:
-            return StepNumbers(0.0, step, lr)
-        return StepNumbers(float(lr), step)
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set them to None, or to zero.
 
@@ -307,7 +298,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             refused = list(map(id, self._doubtful))
             buckets = sorted(buckets, key=lambda bucket: id(bucket.group) not in refused)
         for bucket in buckets:
-            self.step_bucket(bucket)
+            lr, count = bucket.group["lr"], bucket.step_tensor
+            if self.capturable:
+                numbers = StepNumbers.on_device(self, bucket)
+            else:  # written here, and into one object: calls would be a tenth of a step
+                numbers = self._buckets.numbers
+                numbers.step = 1 + (bucket.count if count is None else int(count))
+                is_read_there = self.reads_device_lr and isinstance(lr, Tensor) and lr.is_cuda
+                is_read_there = is_read_there and lr.dtype == torch.float32
+                numbers.lr, numbers.device_lr = (0.0, lr) if is_read_there else (float(lr), None)
+            self.step_bucket(bucket, numbers)
+            if self.capturable:
+                count.copy_(numbers.device_step)
+            elif count is None:
+                bucket.count = numbers.step
+            else:
+                count.fill_(numbers.step)
         if not self.layout.counts_group_steps:
             return
         # Groups without parameters or gradients count, too: other processes may have some, and
