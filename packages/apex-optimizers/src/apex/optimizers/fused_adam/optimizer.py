@@ -10,10 +10,16 @@ from torch import Tensor
 
 from ..stepping.buckets import MASTER, StateLayout
 from ..stepping.checks import SEED
-from ..stepping.numbers import Scaling, StepNumbers, norm_of_gradients, rounding_key
+from ..stepping.numbers import (
+    NormLimits,
+    Scaling,
+    StepNumbers,
+    norm_of_gradients,
+    rounding_key,
+)
 from ..stepping.optimizer import amp_c_function
 from .buckets import ADAM_HELD, AdamBucket
-from .checks import NormLimits, check_legacy
+from .checks import check_legacy
 from .compact_states import CompactStates
 from .moments import LARGEST, MOMENTS, compact_step
 from .ops import adam_step, adam_step_capturable
@@ -250,7 +256,7 @@ class FusedAdam(CompactStates):
             check_legacy(legacy, named_legacy)
         limits = None
         if max_norm is not None or skip_nonfinite or skip_above is not None:
-            limits = NormLimits.of(max_norm, skip_nonfinite, skip_above)
+            limits = NormLimits.of("FusedAdam", max_norm, skip_nonfinite, skip_above)
             if limits.may_skip:
                 self._check_may_skip()
         loss = None

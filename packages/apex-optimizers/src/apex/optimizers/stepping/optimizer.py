@@ -44,7 +44,7 @@ def amp_c_function(name: str) -> property:
     return property(lambda _: getattr(importlib.import_module("amp_C"), name))
 
 
-_KEPT = ("set_grad_none", "capturable")
+_KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -76,7 +76,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         keep_from_tracing(type(self))
-        self._buckets = BucketCache(self.bucket_class)
+        self._buckets = BucketCache()
+        # If so, torch.amp.GradScaler sets grad_scale and found_inf instead of unscaling.
+        self._step_supports_amp_scaling = self.capturable
         super().__init__(params, defaults)
 
     # What a subclass supplies.
@@ -156,11 +158,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The optimizer as its users see it.
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """If so, torch.amp.GradScaler sets grad_scale and found_inf instead of unscaling."""
-        return self.capturable
-
-    @property
     def _dummy_overflow_buf(self) -> Tensor:
         """int32 [1] on the device of the first parameter, where the functions look for it."""
         device = next((p.device for g in self.param_groups for p in g["params"]), None)
@@ -211,7 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._buckets = BucketCache(self.bucket_class)
+        self._buckets = BucketCache()
         complete_groups(self.param_groups, self.defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,7 +228,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: groups, or shapes of the state, do not fit. Nothing is changed then.
         """
         load_state(self, state_dict, super().load_state_dict)
-        self._buckets = BucketCache(self.bucket_class)
+        self._buckets = BucketCache()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without gradient are left alone.

@@ -17,13 +17,13 @@ from .sharding import placement_of
 
 _dtype_of = operator.attrgetter("dtype")
 _shape_of = operator.attrgetter("shape")
+_is_as_remembered = operator.methodcaller("is_as_remembered")
 
 
 class BucketCache:
     """The buckets of all groups, rebuilt when parameters, gradients or states were replaced."""
 
-    def __init__(self, bucket_class: type[Bucket] = Bucket) -> None:
-        self._bucket_class = bucket_class
+    def __init__(self) -> None:
         self._groups: list[_GroupBuckets | None] = []
         self.buckets: list[Bucket] = []  # of all groups
         self.numbers = StepNumbers(0.0, 0)  # of the step of one bucket, unless it is capturable
@@ -55,7 +55,7 @@ class BucketCache:
         buckets = self.buckets
         if new or len(buckets) > 1:
             kept = [i for i in range(len(groups)) if i not in new]
-            new += [i for i in kept if self._groups[i].is_outdated()]
+            new += [i for i in kept if not all(map(_is_as_remembered, self._groups[i].buckets))]
         if new:
             self._renew(optimizer, new)
         elif len(buckets) > 1 or (optimizer.layout.any_grad_dtype and _differ_in_shape(buckets)):
@@ -110,18 +110,19 @@ class BucketCache:
             for bucket in old.buckets if old else ():
                 self._marks.update(bucket.marks.known(bucket.params))
             made = self._groups[index] = _GroupBuckets(optimizer, wanted[index])
-            made.make(self._bucket_class, optimizer, wanted[index], self._started)
+            made.make(optimizer, wanted[index], self._started)
         self.buckets = [bucket for group in self._groups for bucket in group.buckets]
         has_grown = not self._order.update(optimizer.state)
         values = [*optimizer.state.values(), None]
         for index, cached in enumerate(self._groups):
             if index in indices or has_grown:  # what was all of the state is a part of it now
                 cached.find(self._order)
-            if index in indices:
-                cached.take_marks(self._marks)
+            fresh = cached.buckets if index in indices else []
+            for bucket in fresh:
+                bucket.marks.set_known(bucket.params, self._marks)
             cached.take(optimizer, wanted[index].group, values)
-            if index in indices:
-                cached.remember()
+            for bucket in fresh:
+                bucket.remember()
         self._marks = {}
 
 
@@ -248,12 +249,8 @@ class _GroupBuckets:
             fits = bucket.take(own, states) and fits
         return fits
 
-    def is_outdated(self) -> bool:
-        return not all(bucket.is_as_remembered() for bucket in self.buckets)
-
     def make(
         self,
-        bucket_class: type[Bucket],
         optimizer: Any,
         wanted: _Wanted,
         started: list[tuple[Tensor, dict[str, Any] | None]],
@@ -292,20 +289,13 @@ class _GroupBuckets:
                     state["step"] = shared
             is_all = len(indices) == len(wanted.params)
             self._indices.append(None if is_all else indices)
-            self.buckets.append(bucket_class(optimizer, wanted.group, wanted.keys, members, count))
+            self.buckets.append(
+                optimizer.bucket_class(optimizer, wanted.group, wanted.keys, members, count)
+            )
 
     def find(self, order: StateOrder) -> None:
         """Find the entries of the state."""
         self._entries = [order.positions(bucket.params) for bucket in self.buckets]
-
-    def take_marks(self, marks: dict[int, tuple[int, int]]) -> None:
-        """Take over what is known of parameters from buckets that were given up."""
-        for bucket in self.buckets:
-            bucket.marks.set_known(bucket.params, marks)
-
-    def remember(self) -> None:
-        for bucket in self.buckets:
-            bucket.remember()
 
 
 def _step_tensor(capturable: bool, count: int, device: torch.device) -> Tensor:
