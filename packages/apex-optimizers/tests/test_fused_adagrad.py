@@ -179,3 +179,10 @@ def test_apexs_states_have_no_step(device):
     before = param.detach().clone()
     optimizer.step()
     torch.testing.assert_close(before - param.detach(), torch.full_like(before, 1e-2 / 3**0.5))
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "initial_accumulator_value"])
+def test_negative_numbers_of_a_group_are_refused(name):
+    group = {"params": [torch.nn.Parameter(torch.ones(2))], name: -0.5}
+    with pytest.raises(ValueError, match=f"FusedAdagrad: {name} must be >= 0, got -0.5"):
+        FusedAdagrad([group])

@@ -156,9 +156,7 @@ def test_gradients_of_another_layout_or_kind(device):
                 p.grad = torch.full((4, 3), 0.5 + step, device=device)
             params[2].grad = torch.arange(12.0, device=device).view(3, 4).t()
             optimizer.step()
-            optimizer._buckets = (
-                optimizer._buckets if kept else type(optimizer._buckets)(optimizer.bucket_class)
-            )
+            optimizer._buckets = optimizer._buckets if kept else type(optimizer._buckets)()
         results.append([p.detach().clone() for p in params])
         assert bool(holders(optimizer)) == kept
         params[2].grad = torch.ones_like(params[2]).to_sparse()

@@ -251,11 +251,11 @@ def test_zero_grad_and_nothing_to_do(device):
 
 
 def test_the_norm_is_never_asked_of_gradients_that_it_would_refuse(monkeypatch):
-    from apex.optimizers.stepping import norms
+    from apex.optimizers.stepping import numbers
 
-    calls, norm_of_all = [], norms._norm_of_all
+    calls, norm_of_all = [], numbers._norm_of_all
     monkeypatch.setattr(
-        norms, "_norm_of_all", lambda *args: calls.append(args) or norm_of_all(*args)
+        numbers, "_norm_of_all", lambda *args: calls.append(args) or norm_of_all(*args)
     )
     param = torch.nn.Parameter(torch.ones(3, 4))
     optimizer = FusedLAMB([param])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
+from apex_testkit.optimizer_models import everything
 
 MAKERS = {
     "adam": partial(FusedAdam, lr=0.01, master_weights=True),
@@ -131,3 +132,21 @@ def test_a_master_that_is_put_into_a_state_is_used(device):
     step(optimizer, params, 1.0)
     assert not torch.equal(master, before[1])
     assert torch.equal(params[0], master.bfloat16())
+
+
+@all_optimizers
+def test_a_refused_step_leaves_masters_as_they_were(make, device):
+    """And the next one has not forgotten what was written into the parameter."""
+    params, optimizer = started(make, device, count=1)
+    others, reference = started(make, device, count=1)
+    for own in (params, others):
+        change_all(own)
+    before = everything(optimizer, params)
+    params[0].grad = torch.zeros_like(params[0]).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    after = everything(optimizer, params)
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    for own, own_params in ((optimizer, params), (reference, others)):
+        step(own, own_params, 1.0)
+    assert torch.equal(params[0], others[0])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from apex import optimizers
+from apex_testkit.optimizer_models import everything
 
 OPERATORS = {
     "FusedAdam": ("fused_adam.optimizer", "adam_step", {}),
@@ -98,6 +99,58 @@ def test_parameters_that_join_later_share_a_launch_from_their_second_step_on(mon
     for _ in range(3):
         optimizer.step()
     assert calls == [2, 2, 1, 3, 3]
+
+
+NAN, HUGE = float("nan"), 10**400
+BAD_NUMBERS = {
+    "betas": [(0.9, 1.0), [0.9, 2.0], (NAN, 0.9), (0.9, HUGE), (-0.1, 0.9), 0.9],
+    "eps": [-1.0, NAN, HUGE],
+    "momentum": [-1.0, NAN, HUGE],
+    "lr": [HUGE, torch.tensor(1j)],
+    **{key: [HUGE] for key in ("weight_decay", "dampening", "trust_coefficient", "max_grad_norm")},
+}
+ADAM = ("lr", "betas", "eps", "weight_decay")
+NUMBERS = {
+    "FusedAdam": ADAM,
+    "float8": ADAM,
+    "bfloat16": ADAM,
+    "capturable": ADAM[1:],
+    "FusedLAMB": (*ADAM, "max_grad_norm"),
+    "FusedMixedPrecisionLamb": (*ADAM[1:], "max_grad_norm"),
+    "FusedNovoGrad": ADAM,
+    "FusedAdagrad": ("lr", "eps", "weight_decay"),
+    "FusedSGD": ("lr", "momentum", "weight_decay", "dampening"),
+    "FusedLARS": ("lr", "momentum", "weight_decay", "eps", "trust_coefficient"),
+}
+OPTIONS = {
+    "float8": {"exp_avg_dtype": torch.uint8},
+    "bfloat16": {"exp_avg_dtype": torch.bfloat16},
+    "capturable": {"capturable": True},
+    "FusedSGD": {"momentum": 0.9},
+    "FusedLARS": {"momentum": 0.9},
+}
+BAD = [(m, n, value) for m, names in NUMBERS.items() for n in names for value in BAD_NUMBERS[n]]
+
+
+@pytest.mark.parametrize(("mode", "name", "value"), BAD, ids=lambda v: str(v)[:23])
+def test_a_number_of_the_last_group_is_refused_before_the_first_is_stepped(
+    mode, name, value, device
+):
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(3)]
+    make = getattr(optimizers, mode, optimizers.FusedAdam)
+    optimizer = make([{"params": [p]} for p in params], lr=0.1, **OPTIONS.get(mode, {}))
+    group = optimizer.param_groups[2]
+    for warm in (False, True):
+        before, kept = everything(optimizer, params), group[name]
+        group[name] = value
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with pytest.raises((RuntimeError, OverflowError, ValueError)):
+            optimizer.step()
+        group[name], after = kept, everything(optimizer, params)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(own, after[key]) for key, own in before.items()), warm
+        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["FusedSGD", "FusedLARS"], indirect=True)

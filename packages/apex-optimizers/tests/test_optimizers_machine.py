@@ -317,15 +317,23 @@ class OptimizerMachine(RuleBasedStateMachine):
 
     # A call that fails.
 
-    @rule(pick=PICK, seed=SEEDS, kind=st.sampled_from(["dtype", "sparse", "number", "launch"]))
+    @rule(
+        pick=PICK,
+        seed=SEEDS,
+        kind=st.sampled_from(["dtype", "sparse", "number", "value", "launch"]),
+    )
     def failing_step(self, pick, seed, kind):
         index, param, _ = self._picked(pick)
         if param is None:
             return
         self._set_gradients(seed, 255)
-        group, lr = self.optimizer.param_groups[index], self.hyper[index]["lr"]
+        group = self.optimizer.param_groups[index]
+        numbers = {key: group[key] for key in ("lr", "betas", "eps", "momentum") if key in group}
         if kind == "number":
             group["lr"] = None
+        elif kind == "value":  # of the right type, so that the operator refuses it
+            bad = {"betas": (0.9, 1.0), "eps": -1.0, "momentum": -1.0}
+            group.update({name: bad[name] for name in numbers if name in bad})
         elif kind == "sparse":
             self.mode.set_gradient(param, torch.zeros_like(param.detach()).to_sparse())
         elif kind == "dtype":
@@ -341,7 +349,7 @@ class OptimizerMachine(RuleBasedStateMachine):
                 patch.setattr(Bucket, "run", no_launch)
             with pytest.raises((ArithmeticError, RuntimeError, TypeError, ValueError)):
                 self.optimizer.step()
-        group["lr"] = lr
+        group.update({**numbers, "lr": self.hyper[index]["lr"]})
         after = everything(self.optimizer, params)
         assert before.keys() == after.keys()
         for key, value in before.items():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from apex.optimizers._ops import library
 from apex.optimizers._shared.native.writes import call_counted
-from apex.optimizers.stepping.gradients import describe
+from apex.optimizers.stepping.checks import describe
 
 __all__ = ["multi_tensor_l2norm_scale", "multi_tensor_scale_squares"]
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..stepping.buckets import Bucket, StateLayout
-from ..stepping.checks import check_lr, check_not_negative
 from ..stepping.held_lists import HeldOps
-from ..stepping.optimizer import FusedOptimizer
+from ..stepping.numbers import StepNumbers
+from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from .ops import adagrad_step
 
 ADAGRAD_HELD = HeldOps(adagrad_step, __file__)
-
-
-class AdagradBucket(Bucket):
-    """A bucket whose lists C++ keeps from step to step, if that is faster."""
-
-    held_ops = ADAGRAD_HELD
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -80,9 +73,10 @@ class FusedAdagrad(FusedOptimizer):
 
     layout = StateLayout("FusedAdagrad", ("sum",), counts_group_steps=False)
     kept_attributes = ("adagrad_w_mode",)
-    bucket_class = AdagradBucket
+    held_ops = ADAGRAD_HELD
     kernels = "fused_adagrad"
     replayable = True
+    multi_tensor_adagrad = amp_c_function("multi_tensor_adagrad")
 
     def __init__(
         self,
@@ -111,17 +105,8 @@ class FusedAdagrad(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    @property
-    def multi_tensor_adagrad(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_adagrad``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_adagrad
-
     def check_group(self, group: dict[str, Any]) -> None:
-        check_lr("FusedAdagrad", group["lr"])
-        names = ("eps", "weight_decay", "initial_accumulator_value")
-        check_not_negative("FusedAdagrad", group, names)
+        super().check_group(group)
         _check_supported("FusedAdagrad", group)
 
     def init_state(self, group: dict[str, Any], param: Tensor) -> int:
@@ -141,7 +126,7 @@ class FusedAdagrad(FusedOptimizer):
         return saved
 
     def _first_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        value, dtype = _first_value(group, param), self.moment_dtype("sum", param)
+        value, dtype = _first_value(group, param), self.kept_dtype("sum", param)
         total = torch.full_like(param, value, dtype=dtype, requires_grad=False)
         return {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu"), "sum": total}
 
@@ -158,8 +143,8 @@ class FusedAdagrad(FusedOptimizer):
             _check_supported("FusedAdagrad.load_state_dict", group)
         super().load_state_dict(state_dict)
 
-    def step_bucket(self, bucket: Bucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         bucket.run(
             adagrad_step,
             numbers.lr,
@@ -168,7 +153,6 @@ class FusedAdagrad(FusedOptimizer):
             bool(self.adagrad_w_mode),
             bool(group["maximize"]),
         )
-        numbers.count(bucket)
 
 
 def _first_value(group: dict[str, Any], param: Tensor) -> complex | float:

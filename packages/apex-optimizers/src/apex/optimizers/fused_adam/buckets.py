@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import MASTER, Bucket
-from ..stepping.gradients import SMALL_FLOATS
+from ..stepping.checks import SMALL_FLOATS
 from ..stepping.held_lists import HeldOps
 from .moments import SCALED, SCALES, store_scaled
-from .ops import adam_step, adam_step_capturable
+from .ops import adam_step
 
 ADAM_HELD = HeldOps(adam_step, __file__)
 
@@ -31,10 +31,7 @@ def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 class AdamBucket(Bucket):
-    """A bucket whose lists C++ keeps from step to step, if that is faster."""
-
-    writing_ops = (adam_step_capturable,)  # unscales them
-    held_ops = ADAM_HELD
+    """A bucket whose states may be of other dtypes than the plain step knows."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

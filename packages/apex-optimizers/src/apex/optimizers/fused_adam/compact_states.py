@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import MASTER
+from ..stepping.checkpoints import outside_inference_mode
 from ..stepping.optimizer import FusedOptimizer
 from .moments import (
     LARGEST,
@@ -104,23 +105,22 @@ class CompactStates(FusedOptimizer):
                 "use_decoupled_grad at their defaults."
             )
 
-    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
-        wide = super().moment_dtype(key, param)
+    def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
+        if key == MASTER:
+            return torch.int16 if self._keeps_remainder(param) else self.master_weight_dtype
+        wide = super().kept_dtype(key, param)
         may_be_small = wide == torch.float32 and key != LARGEST
         return getattr(self, f"{key}_dtype") if may_be_small else wide
 
-    def master_dtype(self, param: Tensor) -> torch.dtype:
-        return torch.int16 if self._keeps_remainder(param) else self.master_weight_dtype
-
     def init_state(self, group: dict[str, Any], param: Tensor) -> int:
         state = self.state[param]
-        dtypes = [self.moment_dtype(key, param) for key in MOMENTS]
-        if self.needs_master(param):
-            dtypes.append(self.master_dtype(param))
-        if is_scaled(tuple(dtypes)):
+        kept = SCALED if self.needs_master(param) else MOMENTS
+        if is_scaled(tuple(self.kept_dtype(key, param) for key in kept)):
             state.setdefault(SCALES, _no_scales(param))
         if self.needs_master(param) and MASTER not in state:
-            like = torch.zeros_like(param, dtype=self.master_dtype(param), requires_grad=False)
+            like = torch.zeros_like(
+                param, dtype=self.kept_dtype(MASTER, param), requires_grad=False
+            )
             if like.dtype == torch.int16:  # nothing remains
                 state[MASTER] = like
             else:
@@ -145,8 +145,10 @@ class CompactStates(FusedOptimizer):
             )
         for group in self.param_groups:
             if any(own is param for own in group["params"]):
-                count = float(self.init_state(group, param))
-                self.state[param]["step"] = torch.tensor(count, dtype=torch.float32, device="cpu")
+                with outside_inference_mode():
+                    count = float(self.init_state(group, param))
+                    step = torch.tensor(count, dtype=torch.float32, device="cpu")
+                self.state[param]["step"] = step
                 return
         raise ValueError("FusedAdam.initialize_state: param is not one of the optimizer's.")
 

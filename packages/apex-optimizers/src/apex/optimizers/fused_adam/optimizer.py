@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import MASTER, StateLayout
-from ..stepping.checks import check_betas, check_lr, check_not_negative
-from ..stepping.norms import NormLimits, norm_of_gradients
-from ..stepping.numbers import Scaling
-from ..stepping.rounding import SEED, rounding_key
-from .buckets import AdamBucket
+from ..stepping.checks import SEED
+from ..stepping.numbers import (
+    NormLimits,
+    Scaling,
+    StepNumbers,
+    norm_of_gradients,
+    rounding_key,
+)
+from ..stepping.optimizer import amp_c_function
+from .buckets import ADAM_HELD, AdamBucket
 from .checks import check_legacy
 from .compact_states import CompactStates
 from .moments import LARGEST, MOMENTS, compact_step
@@ -127,12 +132,15 @@ class FusedAdam(CompactStates):
         "use_decoupled_grad",
     )
     bucket_class = AdamBucket
+    held_ops = ADAM_HELD
+    writing_ops = (adam_step_capturable,)  # unscales them
     kernels = "fused_adam"
     switch = "amsgrad"
     grad_norm: Tensor | None = None  # float64 [1]; see step
     skips: Tensor | None = None  # float32 [1], during a step: not 0 where nothing is changed
     _limits: NormLimits | None = None  # during a step, as the next
     _clip: Tensor | None = None  # float64 [1]: gradients times it are used
+    multi_tensor_adam = amp_c_function("multi_tensor_adam")
 
     def __init__(
         self,
@@ -159,7 +167,7 @@ class FusedAdam(CompactStates):
     ) -> None:
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
-        self.set_capturable(capturable)
+        self.capturable = capturable
         self.master_weights = master_weights
         self.set_storage(
             exp_avg_dtype,
@@ -182,13 +190,6 @@ class FusedAdam(CompactStates):
         super().__init__(params, defaults)
 
     @property
-    def multi_tensor_adam(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_adam``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_adam
-
-    @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
         """Per group, the master of each parameter as it is kept, or None where there is none."""
         return [
@@ -197,9 +198,7 @@ class FusedAdam(CompactStates):
         ]
 
     def check_group(self, group: dict[str, Any]) -> None:
-        check_lr("FusedAdam", group["lr"])
-        check_betas("FusedAdam", group["betas"])
-        check_not_negative("FusedAdam", group, ("eps", "weight_decay"))
+        super().check_group(group)
         self.check_amsgrad("FusedAdam", group)
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -298,21 +297,20 @@ class FusedAdam(CompactStates):
             return True
         return not skips
 
-    def step_bucket(self, bucket: AdamBucket) -> None:
+    def step_bucket(self, bucket: AdamBucket, numbers: StepNumbers) -> None:
         group, clip = bucket.group, self._clip
         if clip is not None:
             clip = clip.to(bucket.params[0].device)
         key = rounding_key(self, bucket) if self.stochastic_rounding else None
         if self.capturable:
-            self._step_capturable(bucket, clip, key)
+            self._step_capturable(bucket, numbers, clip, key)
             return
-        step = int(bucket.step_tensor) + 1
         hyper = (
-            float(group["lr"]),
+            numbers.lr,
             *group["betas"],
             group["eps"],
             group["weight_decay"],
-            step,
+            numbers.step,
             bool(group["bias_correction"]),
             bool(self.adam_w_mode),
         )
@@ -322,10 +320,11 @@ class FusedAdam(CompactStates):
             bucket.run(compact_step, bucket.scales, *hyper, gradient_scale)
         else:
             bucket.run(adam_step, *hyper, bool(group["maximize"]), clip, key)
-        bucket.step_tensor.fill_(step)
 
-    def _step_capturable(self, bucket: AdamBucket, clip: Tensor | None, key: int | None) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def _step_capturable(
+        self, bucket: AdamBucket, numbers: StepNumbers, clip: Tensor | None, key: int | None
+    ) -> None:
+        group = bucket.group
         bucket.run(
             adam_step_capturable,
             numbers.device_lr,
@@ -341,4 +340,3 @@ class FusedAdam(CompactStates):
             clip,
             key,
         )
-        numbers.count(bucket)

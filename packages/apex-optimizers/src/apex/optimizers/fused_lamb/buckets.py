@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import Bucket
-from ..stepping.norms import norm_of_gradients
+from ..stepping.numbers import norm_of_gradients
 from ..stepping.sharding import reduce_over_shards
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ..stepping.buckets import StateLayout
-from ..stepping.rounding import SEED
+from ..stepping.checks import SEED
+from ..stepping.optimizer import amp_c_function
 from .shared_step import LambOptimizer
 
 
@@ -86,6 +86,7 @@ class FusedLAMB(LambOptimizer):
     """
 
     layout = StateLayout("FusedLAMB", ("exp_avg", "exp_avg_sq"))
+    multi_tensor_lamb = amp_c_function("multi_tensor_lamb")
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class FusedLAMB(LambOptimizer):
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
     ) -> None:
-        self.set_capturable(capturable)
+        self.capturable = capturable
         self.stochastic_rounding = stochastic_rounding
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
@@ -124,10 +125,3 @@ class FusedLAMB(LambOptimizer):
             **({SEED: rounding_seed} if stochastic_rounding else {}),
         }
         super().__init__(params, defaults, amsgrad)
-
-    @property
-    def multi_tensor_lamb(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_lamb``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_lamb

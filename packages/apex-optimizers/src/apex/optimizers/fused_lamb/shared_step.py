@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ..stepping.checks import check_betas, check_lr, check_not_negative
-from ..stepping.numbers import Scaling
-from ..stepping.optimizer import FusedOptimizer
-from ..stepping.rounding import rounding_key
+from ..stepping.numbers import Scaling, StepNumbers, rounding_key
+from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from .buckets import LambBucket, share_grad_norm
 from .ops import lamb_step
 
@@ -24,6 +21,7 @@ class LambOptimizer(FusedOptimizer):
 
     adam_w_mode: int  # 1: the decay is part of the update; 0: of the gradient
     use_nvlamb: bool
+    multi_tensor_l2norm = amp_c_function("multi_tensor_l2norm")
 
     def __init__(self, params: Any, defaults: dict[str, Any], amsgrad: bool) -> None:
         if amsgrad:
@@ -36,14 +34,8 @@ class LambOptimizer(FusedOptimizer):
         share_grad_norm(buckets, Scaling.of(self).inv_scale)
         super().step_buckets(buckets)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        name = self.layout.optimizer
-        check_lr(name, group["lr"])
-        check_betas(name, group["betas"])
-        check_not_negative(name, group, ("eps", "weight_decay", "max_grad_norm"))
-
-    def step_bucket(self, bucket: LambBucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: LambBucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         bucket.run(
             _lamb_step if self.layout.has_masters else _plain_step,
             numbers.lr,
@@ -65,14 +57,6 @@ class LambOptimizer(FusedOptimizer):
             numbers.found_inf,
             rounding_key(self, bucket) if self.stochastic_rounding else None,
         )
-        numbers.count(bucket)
-
-    @property
-    def multi_tensor_l2norm(self) -> Callable[..., Any]:
-        """``amp_C.multi_tensor_l2norm``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_l2norm
 
 
 def _plain_step(

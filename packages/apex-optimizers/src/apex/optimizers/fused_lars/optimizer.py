@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..stepping.buckets import Bucket, state_dtype
-from ..stepping.checks import check_not_negative
+from ..stepping.buckets import Bucket
 from ..stepping.momentum import MomentumOptimizer, momentum_layout
+from ..stepping.numbers import StepNumbers
+from ..stepping.optimizer import amp_c_function
 from ..stepping.sharding import norms_of
 from .ops import lars_step
 
@@ -85,6 +84,7 @@ class FusedLARS(MomentumOptimizer):
 
     layout = momentum_layout("FusedLARS")
     kernels = "fused_lars"
+    multi_tensor_lars = amp_c_function("multi_tensor_lars")
 
     def __init__(
         self,
@@ -116,23 +116,8 @@ class FusedLARS(MomentumOptimizer):
         flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
         super().__init__(params, defaults, *flags)
 
-    @property
-    def multi_tensor_lars(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_lars``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_lars
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_not_negative(self.layout.optimizer, group, ("trust_coefficient", "eps"))
-
-    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
-        """float32 for 16-bit parameters, because values in the buffer are too small for float16."""
-        return state_dtype(param)
-
-    def step_bucket(self, bucket: Bucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         whole = bucket.params[0] if bucket.is_sharded else None
 
         def step(params: list, grads: list, buffers: list, copies: list, *hyper: Any) -> None:
@@ -154,4 +139,3 @@ class FusedLARS(MomentumOptimizer):
             self.gradient_scale(group),
             None,
         )
-        numbers.count(bucket)

@@ -12,12 +12,11 @@ from torch import Tensor
 from ..fused_lamb.buckets import LambBucket
 from ..fused_lamb.shared_step import LambOptimizer
 from ..stepping.buckets import MASTER, StateLayout
-from ..stepping.checkpoints import load_between_hooks
+from ..stepping.checkpoints import load_between_hooks, outside_inference_mode
 from ..stepping.checks import check_lr
-from ..stepping.numbers import Scaling, advance_on_device, lr_tensor
-from ..stepping.optimizer import FusedOptimizer
+from ..stepping.numbers import Scaling, advance_on_device, lr_tensor, numbers_device
+from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from .arguments import check_reduced_precision, check_step, given_grad_scaler
-from .groups import own_numbers
 
 
 class FusedMixedPrecisionLamb(LambOptimizer):
@@ -89,7 +88,7 @@ class FusedMixedPrecisionLamb(LambOptimizer):
     )
     kept_attributes = (*LambOptimizer.kept_attributes, "reduced_precision_dtype")
     capturable = True
-    _step_supports_amp_scaling = True
+    multi_tensor_lamb = amp_c_function("multi_tensor_lamb_mp")
 
     def __init__(
         self,
@@ -129,23 +128,12 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         super().__init__(params, defaults, amsgrad)
 
     @property
-    def multi_tensor_lamb(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_lamb_mp``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_lamb_mp
-
-    @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
         """Per group, the float32 master of each parameter, or None where there is none."""
         return [
             {"params": [self.state.get(p, {}).get(MASTER) for p in group["params"]]}
             for group in self.param_groups
         ]
-
-    @property
-    def keeps_masters(self) -> bool:
-        return self.reduced_precision_dtype is not None
 
     def needs_master(self, param: Tensor) -> bool:
         return param.dtype == self.reduced_precision_dtype
@@ -157,15 +145,16 @@ class FusedMixedPrecisionLamb(LambOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        own_numbers(self.param_groups[-1])
+        with outside_inference_mode():
+            _own_numbers(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load = super().load_state_dict
-        load_between_hooks(self, state_dict, load, lambda _: self._own_numbers)
+        load_between_hooks(self, state_dict, load, lambda _: self._own_all_numbers)
 
-    def _own_numbers(self) -> None:
+    def _own_all_numbers(self) -> None:
         for group in self.param_groups:
-            own_numbers(group)
+            _own_numbers(group)
 
     def step(self, closure: Callable[[], Any] | None = None, *arguments: Any, **named: Any) -> Any:
         """Take one step.
@@ -210,3 +199,11 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         scaling = Scaling.of(self)
         for group in self.param_groups:  # also those without gradients, see FusedOptimizer
             advance_on_device(group, [], scaling)
+
+
+def _own_numbers(group: dict[str, Any]) -> None:
+    """Make ``lr`` and ``step`` tensors of this group alone, on its device."""
+    device = numbers_device(group)
+    lr, step = group["lr"], group["step"]
+    group["lr"] = torch.as_tensor(lr, dtype=torch.float32, device=device).clone().reshape(())
+    group["step"] = torch.as_tensor(step, dtype=torch.int32, device=device).clone().reshape(1)

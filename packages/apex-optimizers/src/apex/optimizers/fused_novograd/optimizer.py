@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..stepping.buckets import StateLayout, ask
 from ..stepping.checkpoints import load_between_hooks, matching_params
-from ..stepping.checks import check_betas, check_lr, check_not_negative
 from ..stepping.numbers import StepNumbers
-from ..stepping.optimizer import FusedOptimizer
+from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from ..stepping.sharding import norms_of, reduce_over_shards
 from .norms import NORMS, GroupNorms, NovoGradBucket, conform
 from .ops import novograd_step
@@ -96,6 +95,7 @@ class FusedNovoGrad(FusedOptimizer):
     kept_attributes = ("moment_mode",)
     bucket_class = NovoGradBucket
     kernels = "fused_novograd"
+    multi_tensor_novograd = amp_c_function("multi_tensor_novograd")
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedNovoGrad: amsgrad=True is not supported.")
-        self.set_capturable(capturable)
+        self.capturable = capturable
         self.moment_mode = 0 if reg_inside_moment else 1
         self.set_grad_none = set_grad_none
         self._norms = GroupNorms()
@@ -134,17 +134,8 @@ class FusedNovoGrad(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    @property
-    def multi_tensor_novograd(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_novograd``, which subclasses written for Apex call."""
-        import amp_C
-
-        return amp_C.multi_tensor_novograd
-
     def check_group(self, group: dict[str, Any]) -> None:
-        check_lr("FusedNovoGrad", group["lr"])
-        check_betas("FusedNovoGrad", group["betas"])
-        check_not_negative("FusedNovoGrad", group, ("eps", "weight_decay"))
+        super().check_group(group)
         if group["norm_type"] not in (0, 2):
             raise RuntimeError(
                 "FusedNovoGrad: norm_type must be 2 (Euclidean) or 0 (maximum), got "
@@ -203,10 +194,9 @@ class FusedNovoGrad(FusedOptimizer):
                     group.pop(NORMS, None)
             raise
 
-    def step_bucket(self, bucket: NovoGradBucket) -> None:
-        group = bucket.group
+    def step_bucket(self, bucket: NovoGradBucket, numbers: StepNumbers) -> None:
+        group, device = bucket.group, bucket.params[0].device
         vector, slots = group[NORMS][bucket.kind], bucket.slots
-        device, numbers = bucket.params[0].device, self.numbers_of(bucket)
         norms = vector if slots is None else vector.index_select(0, slots).to(device)
         if group["init_zero"]:
             norms = _zero_at_first_step(norms, numbers)
@@ -235,7 +225,6 @@ class FusedNovoGrad(FusedOptimizer):
             vector.index_copy_(0, slots, norms.to(vector.device))
         elif norms is not vector:
             vector.copy_(norms)
-        numbers.count(bucket)
 
 
 def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> Tensor:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..stepping.buckets import Bucket
+from ..stepping.checks import SEED
 from ..stepping.held_lists import HeldOps
-from ..stepping.momentum import MomentumOptimizer, momentum_layout
-from ..stepping.rounding import SEED, rounding_key
+from ..stepping.momentum import BUFFER, MomentumOptimizer, momentum_layout
+from ..stepping.numbers import StepNumbers, rounding_key
+from ..stepping.optimizer import amp_c_function
 from .ops import sgd_step
 
 SGD_HELD = HeldOps(sgd_step, __file__)
-
-
-class SgdBucket(Bucket):
-    """A bucket that hands its lists over once, where that pays."""
-
-    held_ops = SGD_HELD
 
 
 class FusedSGD(MomentumOptimizer):
@@ -88,8 +84,9 @@ class FusedSGD(MomentumOptimizer):
 
     layout = momentum_layout("FusedSGD")
     kept_attributes = (*MomentumOptimizer.kept_attributes, "layout", "stochastic_rounding")
-    bucket_class = SgdBucket
+    held_ops = SGD_HELD
     kernels = "fused_sgd"
+    multi_tensor_sgd = amp_c_function("multi_tensor_sgd")
 
     def __init__(
         self,
@@ -126,15 +123,11 @@ class FusedSGD(MomentumOptimizer):
         flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
         super().__init__(params, defaults, *flags)
 
-    @property
-    def multi_tensor_sgd(self) -> Callable[..., None]:
-        """``amp_C.multi_tensor_sgd``, for subclasses written for Apex."""
-        import amp_C
+    def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
+        return param.dtype if key == BUFFER else super().kept_dtype(key, param)
 
-        return amp_C.multi_tensor_sgd
-
-    def step_bucket(self, bucket: SgdBucket) -> None:
-        group, numbers = bucket.group, self.numbers_of(bucket)
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        group = bucket.group
         bucket.run(
             sgd_step,
             numbers.lr,
@@ -150,4 +143,3 @@ class FusedSGD(MomentumOptimizer):
             rounding_key(self, bucket) if self.stochastic_rounding else None,
             group.get("step", 0) + 1 if self.stochastic_rounding else 0,
         )
-        numbers.count(bucket)

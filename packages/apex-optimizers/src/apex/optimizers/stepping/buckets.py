@@ -8,23 +8,24 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .gradients import check_gradients, forms_of, match_layouts, write_back
-from .held_lists import HeldOps, Holder, are_same, is_worth_holding
-from .masters import MasterMarks
-from .real_views import is_lazy, real_gradients, real_views
+from .checks import check_gradients, forms_of
+from .held_lists import Holder, are_same, is_worth_holding
 from .sharding import is_sharded, local_tensors
 
 MASTER = "master_param"
 
 _step_of = operator.itemgetter("step")
 _dtype_of = operator.attrgetter("dtype")
+_version_of = operator.attrgetter("_version")
 _PLAIN = {Tensor, torch.nn.Parameter}
 _Lists = tuple[list[Tensor], ...]
+Mark = tuple[int, int]  # a tensor's count of changes in place, and where its memory is
+_UNKNOWN: Mark = (-1, -1)
 
 
 # Pickles of FusedAdam name StateLayout, by the place where it was before.
@@ -43,17 +44,6 @@ class StateLayout:
     any_grad_dtype: bool = False  # whether gradients may differ in dtype from their parameter
     counts_steps: bool = True  # whether states hold "step"
     has_copies: bool = False  # whether 16-bit copies of float32 masters are written, too
-
-
-_STATE_DTYPES = {
-    dtype: torch.float32 if dtype.itemsize == 2 else dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-} | {dtype: dtype for dtype in (torch.complex64, torch.complex128)}
-
-
-def state_dtype(param: Tensor) -> torch.dtype | None:
-    """Dtype of the moments of a parameter; None if the parameter's dtype is not supported."""
-    return _STATE_DTYPES.get(param.dtype)
 
 
 def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
@@ -77,6 +67,52 @@ def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
     return ask(buckets, call, *args)
 
 
+class MasterMarks:
+    """The state in which a step left parameters that have masters.
+
+    If a parameter was changed since, for instance by ``load_state_dict`` of its model or by
+    ``clamp_``, its values replace the master's wherever they differ from the rounded master.
+    Otherwise the next step would undo the change. ``param.data.clamp_()`` changes no count and is
+    not noticed.
+    """
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+
+    def take(self, params: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """Remember how parameters are now.
+
+        Args:
+            shards: of DTensors, whose own addresses mean nothing; else the parameters again.
+        """
+        self._versions = list(map(_version_of, params))
+        self._addresses = list(map(Tensor.data_ptr, shards))
+
+    def count(self) -> None:
+        """Count a change of the parameters that the optimizer made itself."""
+        self._versions = [version + 1 for version in self._versions]
+
+    def known(self, params: Iterable[Tensor]) -> dict[int, Mark]:
+        """What is remembered, by ``id`` of the parameter."""
+        marks = zip(self._versions, self._addresses, strict=True)
+        return dict(zip(map(id, params), marks, strict=False))  # no mark where no master is
+
+    def set_known(self, params: Iterable[Tensor], known: dict[int, Mark]) -> None:
+        """Take over what others remembered."""
+        marks = [known.get(id(param), _UNKNOWN) for param in params]
+        self._versions, self._addresses = map(list, zip(*marks, strict=True))
+
+    def changed(self, params: Sequence[Tensor], shards: Sequence[Tensor]) -> list[int]:
+        """Numbers of the parameters that were changed since :meth:`take`, or were never seen."""
+        versions, addresses = list(map(_version_of, params)), list(map(Tensor.data_ptr, shards))
+        if versions == self._versions and addresses == self._addresses:
+            return []
+        before = zip(self._versions, self._addresses, strict=True)
+        now = zip(versions, addresses, strict=True)
+        return [i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+
+
 class Members(NamedTuple):
     """Lists of one length, an element per parameter of a bucket."""
 
@@ -96,19 +132,18 @@ class Bucket:
     tensors as real ones, which are never held: they are views.
     """
 
-    writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
-    held_ops: ClassVar[HeldOps | None] = None  # of the operator that can hold its lists
     place: int | None = None  # of its first parameter in the optimizer, once it was asked for
 
     def __init__(
         self,
-        layout: StateLayout,
+        optimizer: Any,
         group: dict[str, Any],
         keys: tuple[str, ...],
         members: Members,
         count: int,
     ) -> None:
-        self.layout = layout
+        self.layout = layout = optimizer.layout
+        self.held_ops, self._writing_ops = optimizer.held_ops, optimizer.writing_ops
         self.group = group
         self.keys = keys  # of the moments in states; the others are not used in this group
         self.params, self.sources, self.copies, self.states = members
@@ -233,7 +268,7 @@ class Bucket:
                 raise
             Bucket.run(self, op, *hyper)
             return
-        if op in self.writing_ops:
+        if op in self._writing_ops:
             self._write_back()
         self.has_run = True
         # Autograd then notices a backward pass over values from before the step.
@@ -258,11 +293,16 @@ class Bucket:
         params, masters = self.local(self.params), self.local(self.lists[-1])
         if masters[0].dtype == torch.int16:
             return  # a remainder is part of the parameter itself
-        for index in self.marks.changed(self.params, params):
+        changed = self.marks.changed(self.params, params)
+        if not changed:
+            return
+        self.check_new_gradients()  # a step that is refused changes no master
+        for index in changed:
             param, whole = params[index], self.whole_master(index, masters[index])
             is_rounded = whole.to(param.device, param.dtype) == param
             value = torch.where(is_rounded, whole.to(param.device), param)
             self.set_master(index, masters[index], value)
+        self.marks.take(self.params, params)
 
     def whole_master(self, index: int, master: Tensor) -> Tensor:
         """The float32 master of a parameter, by its number, as it is kept."""
@@ -305,7 +345,7 @@ class Bucket:
     def local(self, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors, or of DTensors the shards of this process; complex ones as real views."""
         tensors = local_tensors(tensors) if self.is_sharded else tensors
-        return real_views(tensors) if self.is_complex else tensors
+        return list(map(torch.view_as_real, tensors)) if self.is_complex else tensors
 
     def _usable(self, grads: list[Tensor]) -> list[Tensor]:
         """:meth:`local` of gradients, some of which the operator may refuse."""
@@ -325,3 +365,43 @@ def _memory_of(tensors: Sequence[Tensor]) -> list[Any]:
     """
     addresses, strides = map(Tensor.data_ptr, tensors), map(Tensor.stride, tensors)
     return [list(addresses), list(strides), forms_of(tensors)]
+
+
+def match_layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, copied where their memory is not laid out as their parameter's is.
+
+    Autograd keeps both alike; gradients that a user or another library sets may differ. So may
+    those that come through complex numbers: in memory they can be the negative of what they are.
+    """
+    return [
+        grad
+        if grad.stride() == param.stride() and not grad.is_neg()
+        else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        for param, grad in zip(params, grads, strict=True)
+    ]
+
+
+def write_back(grad: Tensor, copy: Tensor) -> None:
+    """Give a gradient, whose elements may share memory with each other, the values of its copy."""
+    for dimension, (size, stride) in enumerate(zip(grad.shape, grad.stride(), strict=True)):
+        if size > 1 and stride == 0:  # expanded: these elements are one
+            grad, copy = grad.narrow(dimension, 0, 1), copy.narrow(dimension, 0, 1)
+    grad.copy_(copy)
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether memory holds the conjugates, or the negative, of what a tensor means."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def real_gradients(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients as real tensors: views, or copies of those that :func:`is_lazy` is true of.
+
+    Those that are not complex, or not strided, are returned as they are: operators refuse them.
+    """
+    return [
+        torch.view_as_real(grad.resolve_conj().resolve_neg())
+        if grad.is_complex() and grad.layout == torch.strided
+        else grad
+        for grad in grads
+    ]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .gradients import describe
+from .checks import describe
 from .numbers import lr_tensor, numbers_device
 from .sharding import is_sharded
 
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum")
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make tensors that later steps can write to, where a user calls under inference_mode."""
+    is_grad_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+        yield
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -63,7 +72,8 @@ def load_between_hooks(
         optimizer.register_load_state_dict_post_hook(lambda _: repairs.pop()(), prepend=True),
     ]
     try:
-        load(state_dict)
+        with outside_inference_mode():
+            load(state_dict)
     finally:
         for handle in handles:
             handle.remove()
@@ -96,7 +106,6 @@ def _checked_pairs(
             _check_saved_tensor(layout.optimizer, param, key, saved[key])
         if "step" in saved:
             _check_count(layout.optimizer, saved["step"])
-        optimizer.check_saved(saved)
     for index, group in enumerate(state_dict["param_groups"]):
         _check_options(optimizer, index, group)
         if "step" in group:

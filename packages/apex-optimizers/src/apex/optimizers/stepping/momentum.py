@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket, StateLayout
-from .checks import check_lr, check_not_negative
 from .optimizer import FusedOptimizer
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's name for it
@@ -53,17 +52,12 @@ class MomentumOptimizer(FusedOptimizer):
         self._unused: list[tuple[weakref.ref, weakref.ref]] = []  # buffers of get_momentums
         super().__init__(params, defaults)
 
-    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
-        return param.dtype
-
     def check_group(self, group: dict[str, Any]) -> None:
-        name = self.layout.optimizer
-        check_lr(name, group["lr"])
-        check_not_negative(name, group, ("momentum", "weight_decay"))
+        super().check_group(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
-                f"{name}: nesterov=True needs momentum > 0 and dampening = 0, got momentum "
-                f"{group['momentum']} and dampening {group['dampening']}."
+                f"{self.layout.optimizer}: nesterov=True needs momentum > 0 and dampening = 0, got "
+                f"momentum {group['momentum']} and dampening {group['dampening']}."
             )
 
     def linked(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list]:
@@ -80,7 +74,7 @@ class MomentumOptimizer(FusedOptimizer):
         """Make the buffer, if there is to be one; return 0 where it is new, and not written."""
         if group["momentum"] == 0 or self.state[param].get(BUFFER) is not None:
             return 1
-        dtype = self.moment_dtype(BUFFER, param)
+        dtype = self.kept_dtype(BUFFER, param)
         self.state[param][BUFFER] = torch.empty_like(param, dtype=dtype, requires_grad=False)
         return 0
 
@@ -112,7 +106,7 @@ class MomentumOptimizer(FusedOptimizer):
         existing = [self.state[p].get(BUFFER) for p in params]
         for param, buffer in zip(params, existing, strict=True):
             if buffer is None:
-                dtype = self.moment_dtype(BUFFER, param)
+                dtype = self.kept_dtype(BUFFER, param)
                 zeros = torch.zeros_like(param, dtype=dtype, requires_grad=False)
                 self.state[param][BUFFER] = zeros
                 self._unused.append((weakref.ref(param), weakref.ref(zeros)))

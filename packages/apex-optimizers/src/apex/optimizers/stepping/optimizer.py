@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .._shared.native.writes import keep_from_tracing
-from .buckets import MASTER, Bucket, StateLayout, state_dtype
+from .buckets import MASTER, Bucket, StateLayout
 from .checkpoints import complete_groups, load_state, separate_steps
-from .checks import check_duplicates, check_numbers, check_params, require_kernels
+from .checks import (
+    NOT_NEGATIVE,
+    check_betas,
+    check_duplicates,
+    check_lr,
+    check_not_negative,
+    check_numbers,
+    check_params,
+    check_rounded,
+    check_seed,
+    require_kernels,
+    state_dtype,
+)
+from .held_lists import HeldOps
 from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
 from .plan import BucketCache
-from .rounding import check_rounded, check_seed
 
 
 def is_capturing(groups: list[dict[str, Any]]) -> bool:
@@ -24,6 +37,11 @@ def is_capturing(groups: list[dict[str, Any]]) -> bool:
         and torch.cuda.is_current_stream_capturing()
         and any(param.is_cuda for group in groups for param in group["params"])
     )
+
+
+def amp_c_function(name: str) -> property:
+    """A function of ``amp_C``, which subclasses written for Apex call as their own."""
+    return property(lambda _: getattr(importlib.import_module("amp_C"), name))
 
 
 _KEPT = ("set_grad_none", "capturable", "_step_supports_amp_scaling")
@@ -40,12 +58,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
+    held_ops: ClassVar[HeldOps | None] = None  # of the step operator, if it can hold lists
+    writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
     # A group's option without which its states lack the last of the layout's moments.
     switch: ClassVar[str | None] = None
 
     set_grad_none = True
     capturable = False  # whether lr and step are on the device
-    _step_supports_amp_scaling = False  # looked at by torch.amp.GradScaler
     # Whether a captured step may be replayed all the same: its formula does not count steps.
     replayable: ClassVar[bool] = False
     # Whether a float32 lr on the GPU is read there, also where steps are counted on the host.
@@ -53,23 +72,30 @@ class FusedOptimizer(torch.optim.Optimizer):
     master_weights = False
     stochastic_rounding = False  # whether bfloat16 parameters are rounded by chance
     _overflow_buffer: Tensor | None = None
+    _doubtful: Sequence[dict[str, Any]] = ()  # during a step: see check_numbers
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         keep_from_tracing(type(self))
-        self._buckets = BucketCache(self.bucket_class)
+        self._buckets = BucketCache()
+        # If so, torch.amp.GradScaler sets grad_scale and found_inf instead of unscaling.
+        self._step_supports_amp_scaling = self.capturable
         super().__init__(params, defaults)
 
     # What a subclass supplies.
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
-        raise NotImplementedError
-
-    def step_bucket(self, bucket: Bucket) -> None:
-        """Update the parameters of one bucket."""
+    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
+        """Update the parameters of one bucket: hand the operator what it takes after its lists."""
         raise NotImplementedError
 
     # What a subclass may change.
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
+        name = self.layout.optimizer
+        check_lr(name, group["lr"])
+        if "betas" in self.defaults:
+            check_betas(name, group["betas"])
+        check_not_negative(name, group, [key for key in NOT_NEGATIVE if key in self.defaults])
 
     def check_saved_group(self, saved: dict[str, Any]) -> None:
         """Raise ValueError if a saved group is of another formula."""
@@ -78,25 +104,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Which moments, and whether a master, the state of a parameter has."""
         return [key for key in (*self.layout.moments, MASTER) if key in state]
 
-    def check_saved(self, saved: dict[str, Any]) -> None:
-        """Raise ValueError if the saved state of a parameter is not of this kind of optimizer."""
-
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The moments that the parameters of a group have."""
         moments = self.layout.moments
         return moments if self.switch is None or group.get(self.switch) else moments[:-1]
 
-    def moment_dtype(self, key: str, param: Tensor) -> torch.dtype:
-        """Dtype in which a moment of a parameter is kept."""
-        return state_dtype(param)
-
-    def master_dtype(self, param: Tensor) -> torch.dtype:
-        """Dtype in which the master of a parameter is kept, if it has one."""
-        return torch.float32
-
     def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
-        """:meth:`moment_dtype`, or of ``master_param`` :meth:`master_dtype`."""
-        return self.master_dtype(param) if key == MASTER else self.moment_dtype(key, param)
+        """Dtype in which a moment of a parameter, or its master if it has one, is kept."""
+        return torch.float32 if key == MASTER else state_dtype(param)
 
     def init_state(self, group: dict[str, Any], param: Tensor) -> int:
         """Make what is missing of a parameter's state; return the number of steps it has taken."""
@@ -104,7 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         is_new = not any(key in state for key in self.layout.moments)
         for key in self.state_keys(group):
             if key not in state:
-                dtype = self.moment_dtype(key, param)
+                dtype = self.kept_dtype(key, param)
                 state[key] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         if self.needs_master(param) and MASTER not in state:
             state[MASTER] = param.detach().clone().float()
@@ -135,11 +150,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             elif (kept.device, kept.stride()) != (param.device, param.stride()):
                 like = torch.empty_like(param, dtype=kept.dtype, requires_grad=False)
                 state[key] = like.copy_(kept)
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether parameters of any dtype have masters."""
-        return self.master_weights
 
     def needs_master(self, param: Tensor) -> bool:
         """Whether a float32 copy of a parameter is kept."""
@@ -188,23 +198,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             device = numbers_device(group)
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
 
-    def set_capturable(self, capturable: bool) -> None:
-        """Take the constructor's argument, before there are parameters."""
-        self.capturable = capturable
-        # torch.amp.GradScaler.step() then sets grad_scale and found_inf instead of unscaling.
-        self._step_supports_amp_scaling = capturable
-
-    def numbers_of(self, bucket: Bucket) -> StepNumbers:
-        """Learning rate, count and scale of the bucket's next step."""
-        if self.capturable:
-            return StepNumbers.on_device(self, bucket)
-        lr, count = bucket.group["lr"], bucket.step_tensor
-        step = 1 + (bucket.count if count is None else int(count))
-        is_tensor = self.reads_device_lr and isinstance(lr, Tensor)
-        if is_tensor and lr.is_cuda and lr.dtype == torch.float32:
-            return StepNumbers(0.0, step, lr)
-        return StepNumbers(float(lr), step)
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set them to None, or to zero.
 
@@ -215,7 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._buckets = BucketCache(self.bucket_class)
+        self._buckets = BucketCache()
         complete_groups(self.param_groups, self.defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,7 +228,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: groups, or shapes of the state, do not fit. Nothing is changed then.
         """
         load_state(self, state_dict, super().load_state_dict)
-        self._buckets = BucketCache(self.bucket_class)
+        self._buckets = BucketCache()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; parameters without gradient are left alone.
@@ -259,13 +252,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def update_params(self) -> None:
         """Step all buckets, and hold nothing afterwards: gradients set to None are to be freed."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # a later step may be outside, and writes to states
+                FusedOptimizer.update_params(self)
+            return
         cache, is_grad_enabled = self._buckets, torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # as a decorator it would take ten calls
         try:
             is_counted = self.stochastic_rounding or not self.replayable
             if is_counted and not self.capturable and is_capturing(self.param_groups):
                 self._refuse_capture()
-            check_numbers(self.layout.optimizer, self.param_groups)
+            self._doubtful = check_numbers(self.layout.optimizer, self.param_groups)
             buckets = cache.collect(self)
             try:
                 self.step_buckets(buckets)
@@ -294,8 +291,26 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step_buckets(self, buckets: list[Bucket]) -> None:
         """Update all parameters and count the step."""
+        if self._doubtful:  # first: a step that is refused changes nothing
+            refused = list(map(id, self._doubtful))
+            buckets = sorted(buckets, key=lambda bucket: id(bucket.group) not in refused)
         for bucket in buckets:
-            self.step_bucket(bucket)
+            lr, count = bucket.group["lr"], bucket.step_tensor
+            if self.capturable:
+                numbers = StepNumbers.on_device(self, bucket)
+            else:  # written here, and into one object: calls would be a tenth of a step
+                numbers = self._buckets.numbers
+                numbers.step = 1 + (bucket.count if count is None else int(count))
+                is_read_there = self.reads_device_lr and isinstance(lr, Tensor) and lr.is_cuda
+                is_read_there = is_read_there and lr.dtype == torch.float32
+                numbers.lr, numbers.device_lr = (0.0, lr) if is_read_there else (float(lr), None)
+            self.step_bucket(bucket, numbers)
+            if self.capturable:
+                count.copy_(numbers.device_step)
+            elif count is None:
+                bucket.count = numbers.step
+            else:
+                count.fill_(numbers.step)
         if not self.layout.counts_group_steps:
             return
         # Groups without parameters or gradients count, too: other processes may have some, and

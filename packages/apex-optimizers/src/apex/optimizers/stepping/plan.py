@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 
 from .buckets import MASTER, Bucket, Members
-from .gradients import check_dense, check_gradients, check_states
-from .rounding import check_rounded
+from .checks import check_dense, check_gradients, check_rounded, check_states
+from .numbers import StepNumbers
 from .sharding import placement_of
 
+_dtype_of = operator.attrgetter("dtype")
 _shape_of = operator.attrgetter("shape")
+_is_as_remembered = operator.methodcaller("is_as_remembered")
 
 
 class BucketCache:
     """The buckets of all groups, rebuilt when parameters, gradients or states were replaced."""
 
-    def __init__(self, bucket_class: type[Bucket] = Bucket) -> None:
-        self._bucket_class = bucket_class
+    def __init__(self) -> None:
         self._groups: list[_GroupBuckets | None] = []
         self.buckets: list[Bucket] = []  # of all groups
+        self.numbers = StepNumbers(0.0, 0)  # of the step of one bucket, unless it is capturable
         self._order = StateOrder()
         self._marks: dict[int, tuple[int, int]] = {}  # of parameters in buckets that were given up
         # Parameters in buckets that were made for this step, and their states from before.
@@ -53,7 +55,7 @@ class BucketCache:
         buckets = self.buckets
         if new or len(buckets) > 1:
             kept = [i for i in range(len(groups)) if i not in new]
-            new += [i for i in kept if self._groups[i].is_outdated()]
+            new += [i for i in kept if not all(map(_is_as_remembered, self._groups[i].buckets))]
         if new:
             self._renew(optimizer, new)
         elif len(buckets) > 1 or (optimizer.layout.any_grad_dtype and _differ_in_shape(buckets)):
@@ -108,18 +110,19 @@ class BucketCache:
             for bucket in old.buckets if old else ():
                 self._marks.update(bucket.marks.known(bucket.params))
             made = self._groups[index] = _GroupBuckets(optimizer, wanted[index])
-            made.make(self._bucket_class, optimizer, wanted[index], self._started)
+            made.make(optimizer, wanted[index], self._started)
         self.buckets = [bucket for group in self._groups for bucket in group.buckets]
         has_grown = not self._order.update(optimizer.state)
         values = [*optimizer.state.values(), None]
         for index, cached in enumerate(self._groups):
             if index in indices or has_grown:  # what was all of the state is a part of it now
                 cached.find(self._order)
-            if index in indices:
-                cached.take_marks(self._marks)
+            fresh = cached.buckets if index in indices else []
+            for bucket in fresh:
+                bucket.marks.set_known(bucket.params, self._marks)
             cached.take(optimizer, wanted[index].group, values)
-            if index in indices:
-                cached.remember()
+            for bucket in fresh:
+                bucket.remember()
         self._marks = {}
 
 
@@ -187,11 +190,6 @@ def _grads_of(name: str, params: list[Tensor]) -> list[Tensor | None]:
         return [getattr(param, name, None) for param in params]
 
 
-def _differ_in_dtype(buckets: list[Bucket]) -> bool:
-    """Whether parameters of another dtype than before need a master now, or none any longer."""
-    return any(p.dtype != bucket.dtype for bucket in buckets for p in bucket.params)
-
-
 def _differ_in_shape(buckets: list[Bucket]) -> bool:
     """Whether gradients that torch did not check have another shape: kernels count elements."""
     return any(
@@ -213,7 +211,7 @@ class _GroupBuckets:
         self._switch = optimizer.switch
         self._is_switched = bool(wanted.group.get(self._switch))
         self._grad_of = operator.attrgetter(optimizer.layout.grad_name)
-        self._watches_dtypes = optimizer.keeps_masters
+        self._dtypes = list(map(_dtype_of, wanted.params))
         self._indices: list[list[int] | None] = []  # None: all
         self._entries: list[list[int] | None] = []  # see StateOrder.positions
         self.buckets: list[Bucket] = []
@@ -221,7 +219,8 @@ class _GroupBuckets:
     def take(self, optimizer: Any, group: dict[str, Any], values: list[Any]) -> bool:
         """Give buckets the gradients and states of a step; return whether these are theirs still.
 
-        They are not where a parameter, its state, or the pattern of gradients has changed.
+        They are not where a parameter, its dtype, its state, or the pattern of gradients has
+        changed.
 
         Args:
             values: all of the state, and behind them None for parameters that have no entry.
@@ -235,25 +234,23 @@ class _GroupBuckets:
         for own, now in zip(self._lists, lists, strict=False):
             if len(own) != len(now) or not all(map(operator.is_, own, now)):
                 return False
+        if list(map(_dtype_of, params)) != self._dtypes:
+            return False
         try:
             grads = list(map(self._grad_of, sources))
         except AttributeError:  # not torch's own attribute, which every parameter has
             grads = _grads_of(optimizer.layout.grad_name, sources)
         if list(map(operator.is_, grads, repeat(None))) != self._missing:
             return False
-        fits = not (self._watches_dtypes and _differ_in_dtype(self.buckets))
+        fits = True
         for bucket, indices, places in zip(self.buckets, self._indices, self._entries, strict=True):
             own = grads if indices is None else [grads[i] for i in indices]
             states = values[:-1] if places is None else [values[i] for i in places]
             fits = bucket.take(own, states) and fits
         return fits
 
-    def is_outdated(self) -> bool:
-        return not all(bucket.is_as_remembered() for bucket in self.buckets)
-
     def make(
         self,
-        bucket_class: type[Bucket],
         optimizer: Any,
         wanted: _Wanted,
         started: list[tuple[Tensor, dict[str, Any] | None]],
@@ -292,20 +289,13 @@ class _GroupBuckets:
                     state["step"] = shared
             is_all = len(indices) == len(wanted.params)
             self._indices.append(None if is_all else indices)
-            self.buckets.append(bucket_class(layout, wanted.group, wanted.keys, members, count))
+            self.buckets.append(
+                optimizer.bucket_class(optimizer, wanted.group, wanted.keys, members, count)
+            )
 
     def find(self, order: StateOrder) -> None:
         """Find the entries of the state."""
         self._entries = [order.positions(bucket.params) for bucket in self.buckets]
-
-    def take_marks(self, marks: dict[int, tuple[int, int]]) -> None:
-        """Take over what is known of parameters from buckets that were given up."""
-        for bucket in self.buckets:
-            bucket.marks.set_known(bucket.params, marks)
-
-    def remember(self) -> None:
-        for bucket in self.buckets:
-            bucket.remember()
 
 
 def _step_tensor(capturable: bool, count: int, device: torch.device) -> Tensor:

@@ -69,17 +69,21 @@ def whole_number(number: Tensor | None) -> Tensor | None:
     return number.full_tensor() if number is not None and is_sharded(number) else number
 
 
-def norms_of(tensors: list[Tensor], whole: Tensor | None) -> Tensor:
-    """Euclidean norm of each tensor [n]; of shards, that of the whole tensors.
+def norms_of(
+    tensors: list[Tensor], whole: Tensor | None, per_tensor: bool = True, wide: bool = False
+) -> Tensor:
+    """Euclidean norm of each tensor [n], or of all together [1]; of shards, that of the whole.
 
     Args:
-        whole: one of the DTensors that ``tensors`` are shards of; None if they are whole.
+        whole: one of the DTensors that ``tensors`` are shards of; None, or a plain tensor, if they
+            are whole.
+        wide: that of all together in float64.
     """
     from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
 
     with torch._C._AutoDispatchBelowADInplaceOrView():  # it writes to nothing
-        _, norms = multi_tensor_l2norm(tensors, None, True)
-    if whole is None:
+        norms = multi_tensor_l2norm(tensors, None, per_tensor, wide)[per_tensor]
+    if whole is None or not is_sharded(whole):
         return norms
     squares = reduce_over_shards(norms.double().square_(), whole)
     return squares.sqrt_().to(norms.dtype)
