@@ -48,19 +48,13 @@ void check_pack(const float (&values)[kPack]) {
       store_word(target, word, slots[word], slots[word + kWords]);
     }
   });
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   for (bool by_instruction : {false, kRoundsBFloat16}) {
     const char* what = by_instruction ? "by instruction" : "without instruction";
     stored_by(what, unaligned,
-              [&](BFloat16* target) { store_slots<false>(target, slots, by_instruction); });
+              [&](BFloat16* target) { store_slots(target, slots, false, by_instruction); });
     stored_by(what, aligned,
-              [&](BFloat16* target) { store_slots<true>(target, slots, by_instruction); });
-  }
-#else
-  (void)aligned;
-#endif
-#if defined(__AVX512BW__)
-  for (bool by_instruction : {false, kRoundsBFloat16}) {
+              [&](BFloat16* target) { store_slots(target, slots, true, by_instruction); });
     stored_by(
         by_instruction ? "pairs by instruction" : "store_pairs", unaligned, [&](BFloat16* target) {
           for (int i = 0; i < kWords; i += kGroup) {
@@ -73,6 +67,8 @@ void check_pack(const float (&values)[kPack]) {
       stream_pairs(target + 2 * i, slots + i, slots + kWords + i);
     }
   });
+#else
+  (void)aligned;
 #endif
   float ordered[kPack];
   memcpy(ordered, slots, sizeof(ordered));
@@ -98,14 +94,14 @@ void check_pairs(int count) {
 }
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 // A constant in a loop, whose rounding compilers would like to do before it: a processor that lacks
 // the instruction must not come to it.
 [[gnu::noinline]] void store_constant(BFloat16* elements, int packs, float value) {
   for (int pack = 0; pack < packs; ++pack) {
     alignas(64) float slots[kPack];
     for (float& slot : slots) slot = value;
-    store_slots<false>(elements + pack * kPack, slots, kRoundsBFloat16);
+    store_slots(elements + pack * kPack, slots, false);
   }
 }
 #endif
@@ -116,7 +112,7 @@ int main() {
 #if defined(__AVX512BW__)
   for (int count = 1; count <= 2 * kGroup; ++count) check_pairs(count);
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   BFloat16 constants[3 * kPack];
   store_constant(constants, 3, -1.0f);
   for (BFloat16 element : constants) failures += element.bits != to_bfloat16(-1.0f).bits;

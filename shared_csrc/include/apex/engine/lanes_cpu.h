@@ -22,8 +22,8 @@ inline constexpr bool kBuffered =
 #endif
           ));
 
-// With kOfRows, those of one of several rows that each_of_rows() takes at once.
-template <class T, bool kOfRows, class Indices, class... Views>
+// Of a row, or of one of kRows that each_of_rows() takes at once.
+template <class T, int kRows, class Indices, class... Views>
 class LanesOf;
 
 // f(number) for 0 to kCount - 1, which are constants to the compiler.
@@ -34,9 +34,9 @@ APEX_HD void each_number(const F& f) {
   }(std::make_integer_sequence<int, kCount>{});
 }
 
-// Usage: at(column); each(body), or call(functor, lane) for every lane; done().
-template <class T, bool kOfRows, size_t... I, class... Views>
-class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
+// Usage: at(column); each(body); done().
+template <class T, int kRows, size_t... I, class... Views>
+class LanesOf<T, kRows, std::index_sequence<I...>, Views...> {
  public:
   explicit LanesOf(const Views&... views)
       : data_{const_cast<void*>(source_of(views))...},
@@ -52,16 +52,10 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
 
   // functor(T& value0, T& value1, ...) on one lane; written values go back where they belong.
   template <class F>
-  APEX_HD auto call(const F& functor, int lane) {
+  APEX_HD void call(const F& functor, int lane) {
     T values[sizeof...(Views) + 1] = {read<I, Views>(lane)...};
-    if constexpr (std::is_void_v<decltype(functor(values[I]...))>) {
-      functor(values[I]...);
-      (write<I, Views>(lane, values[I]), ...);
-    } else {
-      auto result = functor(values[I]...);
-      (write<I, Views>(lane, values[I]), ...);
-      return result;
-    }
+    functor(values[I]...);
+    (write<I, Views>(lane, values[I]), ...);
   }
 
   // body(slot, T& value0, ...) for all lanes of a whole pack. The slot is the lane, or with
@@ -70,16 +64,15 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
   APEX_HD void each(const Body& body) {
     if constexpr (kPaired) {
       // Copies: stores of words could change what `this` points to, for all the compiler knows.
-      const BFloat16* sources[] = {source<I, Views>()...};
-      BFloat16* targets[] = {target<I, Views>()...};
+      const Elements own = elements();
       alignas(64) T slots[sizeof...(Views)][kPack];
       APEX_VECTORIZE
       for (int word = 0; word < kPack / 2; ++word) {
-        T even[] = {read_half<Views, false>(sources[I], word)...};
-        T odd[] = {read_half<Views, true>(sources[I], word)...};
+        T even[] = {read_half<Views, false>(own.sources[I], word)...};
+        T odd[] = {read_half<Views, true>(own.sources[I], word)...};
         body(word, even[I]...);
         body(word + kPack / 2, odd[I]...);
-        (write_word<Views>(targets[I], slots[I], word, even[I], odd[I]), ...);
+        (write_word<Views>(own.targets[I], slots[I], word, even[I], odd[I]), ...);
       }
       (round_slots<I, Views>(slots[I]), ...);
     } else {
@@ -92,7 +85,7 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
 
   // For every slot, begin(slot) makes a state, body(state, T& value0, ...) is called with it for
   // each of the rows, and end(slot, state) takes it. What rows share is read once for all of them.
-  template <int kRows, class Begin, class Body, class End>
+  template <class Begin, class Body, class End>
   APEX_HD static void each_of_rows(LanesOf (&rows)[kRows], const Begin& begin, const Body& body,
                                    const End& end) {
     if constexpr (kPaired) {
@@ -102,19 +95,20 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
       APEX_VECTORIZE
       for (int word = 0; word < kPack / 2; ++word) {
         auto even_state = begin(word), odd_state = begin(word + kPack / 2);
-        const T even_shared[] = {read_shared<Views, false>(elements[0].sources[I], word)...};
-        const T odd_shared[] = {read_shared<Views, true>(elements[0].sources[I], word)...};
+        const auto* shared = elements[0].sources;
+        const T even_shared[] = {is_shared_v<Views> ? read_half<Views, false>(shared[I], word)
+                                                    : T(0)...};
+        const T odd_shared[] = {is_shared_v<Views> ? read_half<Views, true>(shared[I], word)
+                                                   : T(0)...};
         each_number<kRows>([&](auto row) __attribute__((always_inline)) {
           const Elements& of_row = elements[row];
           T even[] = {is_shared_v<Views> ? even_shared[I]
-                                         : read_own<Views, false>(of_row.sources[I], word)...};
+                                         : read_half<Views, false>(of_row.sources[I], word)...};
           T odd[] = {is_shared_v<Views> ? odd_shared[I]
-                                        : read_own<Views, true>(of_row.sources[I], word)...};
+                                        : read_half<Views, true>(of_row.sources[I], word)...};
           body(even_state, even[I]...);
           body(odd_state, odd[I]...);
-          (write_word<Views>(static_cast<BFloat16*>(of_row.targets[I]), slots[row][I], word,
-                             even[I], odd[I]),
-           ...);
+          (write_word<Views>(of_row.targets[I], slots[row][I], word, even[I], odd[I]), ...);
         });
         end(word, even_state);
         end(word + kPack / 2, odd_state);
@@ -136,13 +130,8 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
     }
   }
 
-  // Whether lanes are taken in pairs; see pairs_cpu.h. What several rows share may be floats, whose
-  // order costs each row little.
-  template <class View>
-  static constexpr bool kPairs =
-      std::is_same_v<typename View::storage, BFloat16> ||
-      (kOfRows && is_shared_v<View> && std::is_same_v<typename View::storage, float>);
-  static constexpr bool kPaired = std::is_same_v<T, float> && (kPairs<Views> && ...);
+  // Whether lanes are taken in pairs; see pairs_cpu.h.
+  static constexpr bool kPaired = apex::kPaired<T, (kRows > 1), Views...>;
 
   // Whether packs of a view go through a buffer: pairs need none.
   template <class View>
@@ -188,12 +177,6 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
     return static_cast<typename View::storage*>(targets_[K]);
   }
 
-  template <class View, bool kOdd>
-  APEX_HD static T read_half(const BFloat16* source, int word) {
-    if constexpr (!View::kRead) return T(0);
-    return half_of_word<kOdd>(source, word);
-  }
-
   // Where a row of bfloat16 elements is read and written.
   struct Elements {
     const void* sources[sizeof...(Views)];
@@ -201,38 +184,33 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
   };
   APEX_HD Elements elements() const { return {{source<I, Views>()...}, {target<I, Views>()...}}; }
 
-  // Of a word, an element that rows share, or that a row has alone.
+  // Of a word, one element.
   template <class View, bool kOdd>
-  APEX_HD static T read_shared(const void* source, int word) {
-    if constexpr (!is_shared_v<View>) return T(0);
-    return convert<T>(static_cast<const typename View::storage*>(source)[2 * word + kOdd]);
-  }
-  template <class View, bool kOdd>
-  APEX_HD static T read_own(const void* source, int word) {
-    if constexpr (is_shared_v<View>) return T(0);
-    return read_half<View, kOdd>(static_cast<const BFloat16*>(source), word);
+  APEX_HD static T read_half(const void* source, int word) {
+    if constexpr (!View::kRead) {
+      return T(0);
+    } else if constexpr (std::is_same_v<typename View::storage, BFloat16>) {
+      return half_of_word<kOdd>(static_cast<const BFloat16*>(source), word);
+    } else {
+      return static_cast<const typename View::storage*>(source)[2 * word + kOdd];
+    }
   }
 
   template <class View>
-  APEX_HD static void write_word(BFloat16* target, T (&slots)[kPack], int word, T even, T odd) {
+  APEX_HD static void write_word(void* target, T (&slots)[kPack], int word, T even, T odd) {
     if constexpr (kBySlot<View>) {
       slots[word] = even;
       slots[word + kPack / 2] = odd;
     } else if constexpr (View::kWritten) {
-      store_word(target, word, even, odd);
+      store_word(static_cast<BFloat16*>(target), word, even, odd);
     }
   }
 
   template <size_t K, class View>
   APEX_HD void round_slots([[maybe_unused]] const T (&slots)[kPack]) const {
     if constexpr (kBySlot<View>) {
-#if defined(__AVX512F__)
-      BFloat16* target = source<K, View>();
-      if (streamed_[K]) {
-        store_slots<true>(target, slots, kRoundsBFloat16);
-      } else {
-        store_slots<false>(target, slots, kRoundsBFloat16);
-      }
+#if defined(__AVX512BW__)
+      store_slots(source<K, View>(), slots, streamed_[K]);
 #endif
     }
   }
@@ -289,7 +267,7 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
   // Whether each() writes whole packs of a view at once.
   template <class View>
   static constexpr bool kBySlot =
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
       kPaired && View::kWritten;
 #else
       false;
@@ -308,9 +286,9 @@ class LanesOf<T, kOfRows, std::index_sequence<I...>, Views...> {
 };
 
 template <class T, class... Views>
-using Lanes = LanesOf<T, false, std::index_sequence_for<Views...>, Views...>;
-template <class T, class... Views>
-using LanesOfRows = LanesOf<T, true, std::index_sequence_for<Views...>, Views...>;
+using Lanes = LanesOf<T, 1, std::index_sequence_for<Views...>, Views...>;
+template <class T, int kRows, class... Views>
+using LanesOfRows = LanesOf<T, kRows, std::index_sequence_for<Views...>, Views...>;
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

@@ -34,7 +34,26 @@ APEX_HD void store_word(BFloat16* elements, int word, float even, float odd) {
   memcpy(elements + 2 * word, &bits, sizeof(bits));
 }
 
-#if defined(__AVX512F__)
+// Whether lanes are taken in pairs, as the even and the odd elements of as many words. What several
+// rows or runs share may be floats, which are put by slot once for all of them.
+template <bool kSeveral, class View>
+inline constexpr bool kIsPairable =
+    std::is_same_v<typename View::storage, BFloat16> ||
+    (kSeveral && is_shared_v<View> && std::is_same_v<typename View::storage, float>);
+template <class T, bool kSeveral, class... Views>
+inline constexpr bool kPaired = std::is_same_v<T, float> && (kIsPairable<kSeveral, Views> && ...);
+
+// The same for groups. Without masks for 16 bits, an incomplete one is copied first, and that takes
+// longer.
+template <class T, bool kSeveral, class... Views>
+inline constexpr bool kPairsOfGroups =
+#if defined(__AVX512BW__)
+    kPaired<T, kSeveral, Views...>;
+#else
+    false;
+#endif
+
+#if defined(__AVX512BW__)
 // Whether the processor has an instruction that rounds floats to bfloat16. No ISA level promises
 // it, hence the assembly below: compilers would want a level of its own.
 inline const bool kRoundsBFloat16 = [] {
@@ -63,61 +82,6 @@ APEX_HD __m512i words_by_instruction(const float* even, const float* odd) {
   return _mm512_permutexvar_epi16(_mm512_load_si512(kInTurn), halves);
 }
 
-// store_word() for a pack whose floats lie by slot. With kStreamed, `elements` is a multiple of 64
-// bytes.
-template <bool kStreamed>
-APEX_HD void store_slots(BFloat16* elements, const float (&slots)[kPack], bool by_instruction) {
-  constexpr int kWords = kPack / 2, kVector = 16;
-  auto store = [&](int word, __m512i bits) {
-    if constexpr (kStreamed) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(elements + 2 * word), bits);
-    } else {
-      _mm512_storeu_si512(elements + 2 * word, bits);
-    }
-  };
-  __mmask16 others = 0;
-  for (int slot = 0; slot < kPack; slot += kVector) {
-    others = _kor_mask16(others, rounded_otherwise(slots + slot));
-  }
-  if (by_instruction && _kortestz_mask16_u8(others, others)) {
-    for (int word = 0; word < kWords; word += kVector) {
-      store(word, words_by_instruction(slots + word, slots + word + kWords));
-    }
-  } else {
-    alignas(64) BFloat16 rounded[kPack];
-    APEX_VECTORIZE
-    for (int word = 0; word < kWords; ++word) {
-      store_word(rounded, word, slots[word], slots[word + kWords]);
-    }
-    for (int word = 0; word < kWords; word += kVector) {
-      store(word, _mm512_load_si512(rounded + 2 * word));
-    }
-  }
-}
-#endif
-
-// Whether groups of lanes are taken two at a time, as the even and the odd elements of as many
-// words. Without masks for 16 bits, an incomplete group is copied first, and that takes longer.
-template <class View>
-inline constexpr bool kIsPairable = std::is_same_v<typename View::storage, BFloat16>;
-#if defined(__AVX512BW__)
-template <class T, class... Views>
-inline constexpr bool kPairsOfGroups = std::is_same_v<T, float> && (kIsPairable<Views> && ...);
-// The same for runs: what they share may be floats, which are put by slot once for many of them.
-template <class T, class... Views>
-inline constexpr bool kPairsOfRuns =
-    std::is_same_v<T, float> &&
-    ((kIsPairable<Views> ||
-      (is_shared_v<Views> && std::is_same_v<typename Views::storage, float>)) &&
-     ...);
-#else
-template <class T, class... Views>
-inline constexpr bool kPairsOfGroups = false;
-template <class T, class... Views>
-inline constexpr bool kPairsOfRuns = false;
-#endif
-
-#if defined(__AVX512BW__)
 APEX_HD __mmask32 pairs_mask(int count) {
   return _bzhi_u32(0xffffffffu, static_cast<unsigned>(count));
 }
@@ -170,6 +134,20 @@ APEX_HD __m512i words_of(const float* even, const float* odd, bool by_instructio
 APEX_HD void store_pairs(BFloat16* target, const float* even, const float* odd, int count,
                          bool by_instruction = kRoundsBFloat16) {
   _mm512_mask_storeu_epi16(target, pairs_mask(count), words_of(even, odd, by_instruction));
+}
+
+// A whole pack that lies by slot. With `is_streamed`, `target` is a multiple of 64 bytes.
+APEX_HD void store_slots(BFloat16* target, const float (&slots)[kPack], bool is_streamed,
+                         bool by_instruction = kRoundsBFloat16) {
+  constexpr int kWords = kPack / 2;
+  for (int word = 0; word < kWords; word += kGroup) {
+    const __m512i words = words_of(slots + word, slots + word + kWords, by_instruction);
+    if (is_streamed) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(target + 2 * word), words);
+    } else {
+      _mm512_storeu_si512(target + 2 * word, words);
+    }
+  }
 }
 
 // All of them, around the cache; `target` is a multiple of 64 bytes.

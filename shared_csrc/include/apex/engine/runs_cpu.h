@@ -52,7 +52,7 @@ APEX_HD void put(const View& view, bool is_streamed, int64_t column, int count,
 template <class T, size_t... I, class F, class... Views>
 void each_of_runs(std::index_sequence<I...>, int64_t columns, int64_t runs, const F& functor,
                   const Views&... views) {
-  using G = Groups<T, kPairsOfRuns<T, Views...>>;
+  using G = Groups<T, kPairsOfGroups<T, true, Views...>>;
   const F own = functor;  // which no store can change, for all the compiler knows
   const int64_t at_once = columns <= G::kLanes ? runs : std::min(runs, kRunsAtOnce);
   const bool streamed[] = {are_streamed<G>(views, columns)...};

@@ -73,7 +73,7 @@ class SeveralRows : Row<T> {
       }
       return;
     }
-    this->template lay_sums_of<LanesOfRows<T, Views...>, Views...>();
+    this->template lay_sums_of<LanesOfRows<T, kCount, Views...>, Views...>();
     const int64_t stride = sums_stride(columns());
     T* first = nullptr;
     each_pack([&](int64_t column) { first = this->sums_ + column; },
@@ -101,6 +101,7 @@ class SeveralRows : Row<T> {
     if constexpr (!is_shared_v<View>) view.data += row * view.next_row;
     return view;
   }
+
   // A view, of which the row after those at once comes next.
   template <class View>
   static View of_every(View view) {
@@ -112,7 +113,7 @@ class SeveralRows : Row<T> {
   template <class At, class Begin, class Body, class End, class... Views>
   void each_pack(const At& at, const Begin& begin, const Body& body, const End& end,
                  const Views&... views) const {
-    using Pack = LanesOfRows<T, Views...>;
+    using Pack = LanesOfRows<T, kCount, Views...>;
     [&]<int... R>(std::integer_sequence<int, R...>) {
       Pack rows[] = {make_pack<Pack>(R, views...)...};
       for (int64_t column = 0; column + kPack <= columns(); column += kPack) {

@@ -87,7 +87,7 @@ APEX_HD void each_group(std::index_sequence<I...>, int64_t column, int count, co
 // the time.
 template <class T, class... Views>
 APEX_HD bool is_tail_paired(int64_t count) {
-  return kPairsOfGroups<T, Views...> && count > kGroup;
+  return kPairsOfGroups<T, false, Views...> && count > kGroup;
 }
 
 // body(TailLane, T& value0, ...) for `count` columns from `column` on; written values are stored.
@@ -97,7 +97,7 @@ template <class T, class Body, class After, class... Views>
 APEX_HD void each_group_of_tail(int64_t column, int count, const Body& body, const After& after,
                                 const Views&... views) {
   constexpr auto kViews = std::index_sequence_for<Views...>{};
-  if constexpr (kPairsOfGroups<T, Views...>) {
+  if constexpr (kPairsOfGroups<T, false, Views...>) {
     if (is_tail_paired<T, Views...>(count)) {
       return each_group<Groups<T, true>>(kViews, column, count, body, after, views...);
     }
