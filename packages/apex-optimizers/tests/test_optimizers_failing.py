@@ -153,6 +153,27 @@ def test_a_number_of_the_last_group_is_refused_before_the_first_is_stepped(
         optimizer.step()
 
 
+def test_what_one_group_has_as_a_list_does_not_bring_it_before_one_that_is_refused(device):
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    optimizer = optimizers.FusedAdam([{"params": [p]} for p in params], lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    first, last = optimizer.param_groups
+    first["betas"], first["weight_decay"], last["eps"] = [0.8, 0.9], True, -1.0
+    with pytest.raises(RuntimeError, match="eps"):
+        optimizer.step()
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+    last["eps"] = 1e-8
+    optimizer.step()
+    assert not any(torch.equal(p, torch.ones_like(p)) for p in params)
+
+
+@pytest.mark.parametrize("make", [getattr(optimizers, n) for n in optimizers.__all__])
+def test_a_module_has_parameters(make):
+    with pytest.raises(TypeError, match=r"params is a Linear; pass its parameters: model\.param"):
+        make(torch.nn.Linear(2, 2), lr=0.1)
+
+
 @pytest.mark.parametrize("kind", ["FusedSGD", "FusedLARS"], indirect=True)
 def test_a_buffer_of_none_is_a_missing_one(kind, device):
     """So torch.optim.SGD says that a parameter's first step is to come."""

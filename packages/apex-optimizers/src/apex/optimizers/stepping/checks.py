@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import sys
@@ -24,6 +25,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 # Hyper-parameters that are handed to operators as numbers, beside betas, and the least that they
 # take. A learning rate may be negative, which ascends.
 _LARGEST = sys.float_info.max
+_BELOW_ONE = math.nextafter(1.0, 0.0)
 _LEAST = (
     ("lr", -_LARGEST),
     ("eps", 0.0),
@@ -86,14 +88,20 @@ def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> list[dict
             kind = type(value)
             if not ((kind is float or kind is int) and least <= value <= _LARGEST):
                 _check_number(optimizer, name, value)
-                if name != "lr" or not isinstance(value, Tensor) or value.is_complex():
+                is_lr = name == "lr" and isinstance(value, Tensor) and not value.is_complex()
+                if not is_lr and not _is_between(least, value, _LARGEST):
                     doubtful.append(group)
         betas = group.get("betas", _NO_BETAS)
         is_pair = type(betas) is tuple and [*map(type, betas)] == [float, float]
         if not (is_pair and 0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             _check_number(optimizer, "betas", betas)
-            doubtful.append(group)
+            if not all(_is_between(0, beta, _BELOW_ONE) for beta in betas):
+                doubtful.append(group)
     return doubtful
+
+
+def _is_between(least: float, value: Any, most: float) -> bool:
+    return isinstance(value, (float, int)) and least <= value <= most
 
 
 def _check_number(optimizer: str, name: str, value: Any) -> None:

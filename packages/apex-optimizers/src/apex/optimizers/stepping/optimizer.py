@@ -75,6 +75,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     _doubtful: Sequence[dict[str, Any]] = ()  # during a step: see check_numbers
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"{self.layout.optimizer}: params is a {type(params).__name__}; pass its "
+                "parameters: model.parameters()."
+            )
         keep_from_tracing(type(self))
         self._buckets = BucketCache()
         # If so, torch.amp.GradScaler sets grad_scale and found_inf instead of unscaling.
