@@ -57,8 +57,9 @@ def page() -> str:
 - **C++ compilers**, where kernels are compiled at their first use: {_compilers()} or later.
 - **NVIDIA GPUs**: CI compiles every op for {", ".join(MATRIX["cuda"]["archs"])}, with the toolkit
   {MATRIX["cuda"]["toolkit"]}, and every kernel by NVRTC {_nvrtcs()}, the oldest and the newest that
-  a supported torch brings. **AMD GPUs**: for {", ".join(MATRIX["hip"]["archs"])}. What has been
-  run on real cards stands [here](index.md#what-runs-where).
+  a supported torch brings. **AMD GPUs**: for {", ".join(MATRIX["hip"]["archs"])};
+  at each commit for those that the hipcc at hand knows, for all each night. What has been run on
+  real cards stands [here](index.md#what-runs-where).
 
 ## What you can rely on
 

@@ -254,7 +254,12 @@ def local_wheels() -> dict[str, str]:
 
 
 def known_to_hipcc(archs: list[str]) -> list[str]:
-    """Return the architectures that the hipcc on PATH compiles for."""
+    """Return the architectures that the hipcc on PATH compiles for.
+
+    Raises:
+        FileNotFoundError: there is no hipcc.
+        RuntimeError: it does not compile for one, and APEX_HIPCC_KNOWS_ALL is set.
+    """
     hipcc = shutil.which("hipcc")
     if not hipcc:
         raise FileNotFoundError("hipcc was not found. On Debian and Ubuntu: apt-get install hipcc")
@@ -266,7 +271,10 @@ def known_to_hipcc(archs: list[str]) -> list[str]:
             command = [hipcc, f"--offload-arch={arch}", "-c", str(source), "-o", f"{source}.o"]
             environment = os.environ | {"HIP_PLATFORM": "amd"}
             options = {"env": environment, "capture_output": True, "timeout": 300}
-            return subprocess.run(command, **options).returncode == 0
+            done = subprocess.run(command, text=True, **options)
+            if done.returncode and os.environ.get("APEX_HIPCC_KNOWS_ALL"):
+                raise RuntimeError(f"hipcc does not compile for {arch}: {done.stderr}")
+            return done.returncode == 0
 
         return [arch for arch in archs if compiles(arch)]
 

@@ -32,9 +32,15 @@ def test_a_sample_has_in_time_every_architecture(monkeypatch, op):
 def test_architectures_that_a_compiler_knows(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     hipcc = tmp_path / "hipcc"
-    hipcc.write_text('#!/bin/sh\n[ "$HIP_PLATFORM" = amd ] && [ "$1" = --offload-arch=gfx90a ]\n')
+    hipcc.write_text(
+        '#!/bin/sh\n[ "$HIP_PLATFORM" = amd ] && [ "$1" = --offload-arch=gfx90a ] ||\n'
+        "{ echo too old >&2; exit 1; }\n"
+    )
     hipcc.chmod(0o755)
     assert workspace.known_to_hipcc(["gfx1201", "gfx90a"]) == ["gfx90a"]
+    monkeypatch.setenv("APEX_HIPCC_KNOWS_ALL", "1")
+    with pytest.raises(RuntimeError, match="hipcc does not compile for gfx1201: too old"):
+        workspace.known_to_hipcc(["gfx90a", "gfx1201"])
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     with pytest.raises(FileNotFoundError, match="apt-get install hipcc"):
         workspace.known_to_hipcc(["gfx90a"])

@@ -3,6 +3,7 @@
 import importlib
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -153,13 +154,14 @@ def test_a_number_of_the_last_group_is_refused_before_the_first_is_stepped(
         optimizer.step()
 
 
-def test_what_one_group_has_as_a_list_does_not_bring_it_before_one_that_is_refused(device):
+def test_numbers_of_other_types_do_not_bring_a_group_before_one_that_is_refused(device):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     optimizer = optimizers.FusedAdam([{"params": [p]} for p in params], lr=0.1)
     for param in params:
         param.grad = torch.ones_like(param)
     first, last = optimizer.param_groups
-    first["betas"], first["weight_decay"], last["eps"] = [0.8, 0.9], True, -1.0
+    first["betas"], first["weight_decay"], last["eps"] = [0.8, 0.9], numpy.float32(0.1), -1.0
+    last["weight_decay"] = numpy.float32(0.1)
     with pytest.raises(RuntimeError, match="eps"):
         optimizer.step()
     assert all(torch.equal(p, torch.ones_like(p)) for p in params)
@@ -172,6 +174,8 @@ def test_what_one_group_has_as_a_list_does_not_bring_it_before_one_that_is_refus
 def test_a_module_has_parameters(make):
     with pytest.raises(TypeError, match=r"params is a Linear; pass its parameters: model\.param"):
         make(torch.nn.Linear(2, 2), lr=0.1)
+    listed = torch.nn.ParameterList(torch.nn.Linear(2, 2).parameters())
+    assert make(listed, lr=0.1).param_groups[0]["params"] == list(listed)
 
 
 @pytest.mark.parametrize("kind", ["FusedSGD", "FusedLARS"], indirect=True)

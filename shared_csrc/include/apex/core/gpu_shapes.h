@@ -38,10 +38,11 @@ inline constexpr int64_t kMostColumnBlocks = 1024;
 
 // Columns and samples, in tiles of packs side by side.
 inline constexpr int kTileThreads = 256;
-inline constexpr int kTilePacks = 32;        // side by side, at most
-inline constexpr int64_t kTileRows = 8;      // of a thread, at least
-inline constexpr int64_t kTileBlocks = 768;  // that rows are divided for
-inline constexpr int64_t kTileSums = 512;    // of a group: fewer, each block adds up
+inline constexpr int kTilePacks = 32;          // side by side, at most
+inline constexpr int64_t kTileRows = 8;        // of a thread, at least
+inline constexpr int64_t kTileMostRows = 256;  // of a thread, at most: its sums are no doubles
+inline constexpr int64_t kTileBlocks = 768;    // that rows are divided for
+inline constexpr int64_t kTileSums = 512;      // of a group: fewer, each block adds up
 
 // Segments.
 inline constexpr int kSegmentThreads = 256;

@@ -26,7 +26,8 @@ template <int N, class S>
 APEX_DEVICE StoredPack<S, N> load_constant(const S* from) {
   StoredPack<S, N> pack;
 #if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(pack) % 16 == 0) {
+  // Compilers may move such loads before wait_for_kernels_before() has ended.
+  if constexpr (sizeof(pack) % 16 == 0 && !kDependentLaunches) {
     const int4* words = reinterpret_cast<const int4*>(from);
 #pragma unroll
     for (size_t i = 0; i < sizeof(pack) / 16; ++i) {

@@ -233,8 +233,9 @@ struct TileShape {
     const int64_t all = columns / pack, of_tile = divide_up(all, divide_up(all, kTilePacks));
     packs = static_cast<int>(of_tile);
     tiles = static_cast<int>(divide_up(all, of_tile));
-    const int64_t most = std::min<int64_t>(divide_up(kTileBlocks, tiles), 65535);
-    rows_a_block = std::max(kTileThreads / of_tile * kTileRows, divide_up(rows, most));
+    const int64_t height = kTileThreads / of_tile, blocks = divide_up(kTileBlocks, tiles);
+    rows_a_block = std::clamp(divide_up(rows, blocks), height * kTileRows, height * kTileMostRows);
+    rows_a_block = std::max(rows_a_block, divide_up(rows, 65535));
   }
 
   int64_t splits() const { return std::max<int64_t>(1, divide_up(rows, rows_a_block)); }

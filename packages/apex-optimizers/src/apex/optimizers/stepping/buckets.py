@@ -268,9 +268,9 @@ class Bucket:
                 raise
             Bucket.run(self, op, *hyper)
             return
+        self.has_run = True
         if op in self._writing_ops:
             self._write_back()
-        self.has_run = True
         # Autograd then notices a backward pass over values from before the step.
         torch.autograd.graph.increment_version(self._written)
         if self.has_masters:

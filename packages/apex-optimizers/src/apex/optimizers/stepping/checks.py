@@ -101,6 +101,11 @@ def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> list[dict
 
 
 def _is_between(least: float, value: Any, most: float) -> bool:
+    """Whether it is a number as operators take them, NumPy's and tensors of one element too."""
+    if isinstance(value, Tensor) and value.is_complex():
+        return False
+    if hasattr(value, "dtype"):
+        value = float(value)
     return isinstance(value, (float, int)) and least <= value <= most
 
 

@@ -75,7 +75,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _doubtful: Sequence[dict[str, Any]] = ()  # during a step: see check_numbers
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        if isinstance(params, torch.nn.Module):
+        if isinstance(params, torch.nn.Module) and not hasattr(params, "__iter__"):
             raise TypeError(
                 f"{self.layout.optimizer}: params is a {type(params).__name__}; pass its "
                 "parameters: model.parameters()."
