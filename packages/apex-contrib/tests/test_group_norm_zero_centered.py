@@ -36,6 +36,14 @@ def arguments(dtype, device):
     return x, *torch.randn(2, 6, device=device, dtype=dtype)
 
 
+def test_weight_and_bias_with_gaps(device):
+    x, weight, bias = arguments(torch.float32, device)
+    gaps = [torch.stack([each, each], 1)[:, 0] for each in (weight, bias)]
+    assert not gaps[0].is_contiguous()
+    y = group_norm(x, *gaps, zero_centered_gamma=True)
+    torch.testing.assert_close(y, oracle(x, weight, bias))
+
+
 CASE = Case(
     lambda x, weight, bias: group_norm(x, weight, bias, zero_centered_gamma=True),
     arguments,
