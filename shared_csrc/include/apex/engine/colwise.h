@@ -7,7 +7,7 @@
 //   template <class R> void column_sums(R& row) const  // adds one row:
 //     { row.template accumulate<kSums>([=](Array<T, kSums>& sums, T dy, T x) { sums[0] += ...; },
 //                                      row.in(dy), row.in(x)); }
-//     where numbers of the row count, [=](int64_t index) makes its functor
+//     where a functor needs numbers of its row, [=](int64_t index) makes it
 //   void finish(int64_t column, const Array<T, kSums>& sums) const   // stores the result
 // and, where parts do not simply add up (Welford), merge(Array& total, const Array& part) const,
 // of value_type and of double: a GPU merges threads in double. finish() may take double, too.
