@@ -199,7 +199,7 @@ TESTED = [*PACKAGES, "together"]
 @family("package", TESTED, TESTED)
 @stages.timed
 def tests(session, package):
-    """Install one wheel alone and run its package's tests; then all five, and the rest."""
+    """Install one wheel and run its tests (by itself all, else some cases); the rest with all."""
     if package == "together":
         run_together(session, *samples.of("together"))
         return

@@ -1,5 +1,7 @@
 """What .ci/run takes of each suite of tests: all that reaches what changed, a sample of the rest.
 
+`nox -s tests`, with which newcomers try everything, takes a few cases of each test of the packages.
+
 Test files that import what changed, directly or not, run in full (ci/reach.py). Of the cases of
 other tests a few are drawn, others at each commit: more where something changed that all packages
 share, kernels' headers among it. Of suites that test no single op, a share of the functions.
@@ -8,12 +10,14 @@ share, kernels' headers among it. Of suites that test no single op, a share of t
 import os
 import random
 import re
+import sys
 from pathlib import PurePosixPath
 
 from ci import dirty, reach, stages, workspace
 from ci.workspace import ROOT, files
 
 CASES, CASES_OF_SHARED = 2, 8  # of each test function
+CASES_OF_NEWCOMERS = 4
 # How many commits it takes by chance until a function runs that reaches nothing that changed: where
 # something that all packages share has changed, and where not.
 TURNS = {"together": (1, 4), "compiling": (1, 4), "examples": (2, 4)}
@@ -26,7 +30,7 @@ READERS = re.compile(r"ci/tests/test_(docs_\w+|fragments)\.py")  # of prose
 def of(suite: str) -> list[str]:
     """Return pytest's options that sample a suite, and note it; none where all of it runs."""
     if not os.environ.get("APEX_CI_SAMPLE"):
-        return []
+        return of_newcomers(suite)
     is_shared, seed = dirty.SHARED in dirty.changed(), dirty.seed()
     if is_shared and suite == "together":
         return []
@@ -50,6 +54,14 @@ def of(suite: str) -> list[str]:
         note += f", one test in {turns}"
     stages.note(note)
     return options + [word for file in whole for word in ("--whole", file)]
+
+
+def of_newcomers(suite: str) -> list[str]:
+    """Return the options where `tests` is asked for as a whole, and not one suite by its name."""
+    if "tests" not in sys.argv or suite not in workspace.PACKAGES:
+        return []
+    stages.note(f"{CASES_OF_NEWCOMERS} cases of each test; `nox -s \"tests({suite})\"` runs all")
+    return ["-p", "ci.sampling", "--cases-per-test", str(CASES_OF_NEWCOMERS)]
 
 
 def whole_files(suite: str, changed: list[str]) -> list[str]:

@@ -88,6 +88,28 @@ def test_whole_files_exist(options):
             assert (ROOT / file).is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "sampled"),
+    [
+        (["-s", "tests"], set(PACKAGES)),
+        (["-s", "tests(apex-amp)"], set()),
+        (["-s", "ci"], set()),
+        ([], set()),
+    ],
+    ids=str,
+)
+def test_newcomers_run_some_cases(words, sampled, monkeypatch):
+    """Where `tests` is asked for as a whole; one package's, and those of CI's whole, run in full."""
+    notes = []
+    monkeypatch.delenv("APEX_CI_SAMPLE", raising=False)
+    monkeypatch.setattr(samples.stages, "note", notes.append)
+    monkeypatch.setattr(samples.sys, "argv", ["nox", *words])
+    found = {suite: samples.of(suite) for suite in SUITES}
+    assert {suite for suite in SUITES if found[suite]} == sampled
+    assert len(notes) == len(sampled)
+    assert all(found[suite][-2:] == ["--cases-per-test", "4"] for suite in sampled)
+
+
 def test_all_of_a_suite(options, monkeypatch):
     project = "packages/apex-amp/pyproject.toml"
     assert options("apex-amp", project) == options("together", project) == ({}, "")
