@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from ...parallel._ops import library
 from ...parallel._shared.native.operands import check_floating, exact
 from ...parallel._shared.native.plain import explain, plainness
-from . import scaled_softmax as _ops
 from .scaled_softmax import causal_softmax, masked_softmax, scaled_softmax
 
 
@@ -114,7 +111,4 @@ def batch_per_block(keys: int) -> int:
 def require(module: str) -> None:
     """Raise ImportError unless the kernels are there, or can be built."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        library.require(Path(_ops.__file__).parent, module, device_type)
-    except RuntimeError as error:
-        raise ImportError(str(error), name=module) from error
+    library.require_for_import(module, "scaled_softmax", device_type=device_type)
