@@ -1,4 +1,4 @@
-"""What ci/gpu.py leaves: figures as csv and a Markdown page, named after the card, and a summary."""
+"""What ci/gpu.py leaves: a csv file and a Markdown page named after the card, and a summary."""
 
 import platform
 import re

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from apex_testkit import bench_report
 from environments import ROOT
 
+from apex_testkit import bench_report
 from ci import gpu, gpu_benchmarks, gpu_first_calls, gpu_install, gpu_process, gpu_report
 from ci.gpu_process import Outcome, execute
 

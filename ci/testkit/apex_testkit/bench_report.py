@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 # Of a record, what is no number; the rest is written as Python writes it, and None as nothing.
-_TEXTS = "op case contestant device processor torch python commit malloc".split()
+_TEXTS = ["op", "case", "contestant", "device", "processor", "torch", "python", "commit", "malloc"]
 _CASE = ("op", "case", "contestant", "device", "threads", "malloc")
 _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 

@@ -9,7 +9,6 @@ where something is kept; without training they are ones.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -6,7 +6,6 @@ floating-point dtype, head size and length is taken.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

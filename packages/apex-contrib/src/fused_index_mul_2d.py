@@ -6,7 +6,6 @@ run, because callers take the import as that answer.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

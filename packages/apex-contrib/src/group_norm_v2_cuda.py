@@ -7,7 +7,6 @@ are ``[N, H, W, C]``, or ``[N, C, H, W]`` that are channels-last in memory; resu
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

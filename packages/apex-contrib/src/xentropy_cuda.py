@@ -5,7 +5,6 @@ Importable only where the kernels can run, because callers take the import as th
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

@@ -36,10 +36,12 @@ from apex.optimizers._amp_c.scaling import update_scale_hysteresis
 from apex.optimizers._amp_c.sgd import multi_tensor_sgd
 from apex.optimizers._ops import library as _library
 
-_KERNELS = """
-fused_lars fused_lamb fused_novograd fused_adagrad fused_adam multi_tensor_scale multi_tensor_axpby
-multi_tensor_l2norm multi_tensor_l2norm_scale update_scale_hysteresis fused_sgd
-""".split()  # the folders of the operators that the functions call
+# The folders of the operators that the functions call.
+_KERNELS = (
+    *("fused_lars", "fused_lamb", "fused_novograd", "fused_adagrad", "fused_adam"),
+    *("multi_tensor_scale", "multi_tensor_axpby", "multi_tensor_l2norm"),
+    *("multi_tensor_l2norm_scale", "update_scale_hysteresis", "fused_sgd"),
+)
 _device_type = "cuda" if torch.cuda.is_available() else "cpu"
 _library.require_for_import(__name__, *_KERNELS, device_type=_device_type)
 

@@ -7,7 +7,6 @@ the others ``[N, C, *]``. ``weight`` and ``shift`` are ``[C]`` or None. Statisti
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...parallel._ops import library
 from ...parallel._shared.native.operands import check_floating, exact
 from ...parallel._shared.native.plain import explain, plainness
+from . import scaled_softmax as _ops
 from .scaled_softmax import causal_softmax, masked_softmax, scaled_softmax
 
 
