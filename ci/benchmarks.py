@@ -45,7 +45,7 @@ def is_called(file: Path, name: str) -> bool:
 def measure(file: Path) -> None:
     """Run one benchmark at every setting; replace its results when all have run."""
     name = file.stem.removeprefix("bench_")
-    partial = RESULTS / f".{name}.partial.jsonl"
+    partial = RESULTS / f".{name}.partial.csv"
     partial.unlink(missing_ok=True)
     cores = len(os.sched_getaffinity(0))
     settings = [(cores, TUNED_MALLOC), (1, TUNED_MALLOC), (cores, {})]
@@ -54,10 +54,10 @@ def measure(file: Path) -> None:
     for threads, malloc in settings:
         kind = "tuned" if malloc else "stock"
         print(f"\n{name}: {threads} threads, {kind} malloc", flush=True)
-        variables = {"OMP_NUM_THREADS": str(threads), "APEX_BENCH_JSON": str(partial), **malloc}
+        variables = {"OMP_NUM_THREADS": str(threads), "APEX_BENCH_RECORDS": str(partial), **malloc}
         variables["APEX_BENCH_DEVICE"] = "cpu"  # of a GPU: ci/gpu.py
         run([sys.executable, str(file)], variables)
-    partial.replace(RESULTS / f"{name}.jsonl")
+    partial.replace(RESULTS / f"{name}.csv")
 
 
 def run(command: list[str], variables: dict[str, str]) -> None:

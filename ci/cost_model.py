@@ -1,13 +1,12 @@
 """What the model predicts of an H100, beside what one measured: docs/benchmarks/gpu-model.md.
 
-python ci/cost_model.py
+python ci/cost_model.py, where there is torch
 
 The model: 2.6 us for a CUDA graph and for each launch, and bytes at the speed of a copy, less where
 a kernel has fewer KiB under way. Launches, and how often bytes move, are of ci/gpu_costs.toml;
 sizes and times are records of a lent card.
 """
 
-import json
 import statistics
 import sys
 from collections import defaultdict
@@ -15,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "ci" / "testkit")]
 
+from apex_testkit.bench_report import read_records  # noqa: E402
 from ci.costs import Table, launches_of, predicted_us  # noqa: E402
 
-RECORDS = ROOT / "docs" / "benchmarks" / "nvidia-h100-80gb-hbm3.json"
+RECORDS = ROOT / "docs" / "benchmarks" / "nvidia-h100-80gb-hbm3.csv"
 PAGE = ROOT / "docs" / "benchmarks" / "gpu-model.md"
 TORCH = ("torch", "torch_batch_norm", "torch_total_norm")
 # Records that count what is read twice as twice, so that the factor is in their bytes.
@@ -145,7 +145,7 @@ def page(ours: list[Compared], torchs: list[Compared]) -> str:
 
 
 def main() -> None:
-    table, records = Table(), json.loads(RECORDS.read_text())["records"]
+    table, records = Table(), read_records(RECORDS)
     text = page(compared(table, records, ("apex",)), compared(table, records, TORCH))
     PAGE.write_text(text)
     print(text)

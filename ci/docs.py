@@ -1,7 +1,7 @@
 """Builds the documentation site: `nox -s docs`.
 
 Pages are those of docs/, the READMEs and CHANGELOGs of the packages, and generated ones: a page per
-public module from its docstrings, and one per benchmark from its .jsonl. A link that leads nowhere
+public module from its docstrings, and one per benchmark from its .csv. A link that leads nowhere
 and a public name without a docstring are errors.
 """
 
@@ -46,7 +46,7 @@ def main() -> int:
     folder, site = (path.resolve() for path in vars(options.parse_args()).values())
     shutil.rmtree(folder, ignore_errors=True)
     pages, sources = folder / "pages", folder / "sources"
-    shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("examples", "*.jsonl"))
+    shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("examples", "*.csv"))
     packages(pages)
     benchmark_pages(pages / "benchmarks")
     workspace.merge_sources(sources)
@@ -73,7 +73,8 @@ def packages(pages: Path) -> None:
 
 def benchmark_pages(folder: Path) -> None:
     """A table and a picture of each benchmark's figures, and a list of them."""
-    names = sorted(file.stem for file in (ROOT / "docs" / "benchmarks").glob("[!.]*.jsonl"))
+    found = {file.stem for file in (ROOT / "docs" / "benchmarks").glob("[!.]*.csv")}
+    names = sorted(found - {page.stem for page in folder.glob("*.md")})  # but for those of GPUs
     for name in names:
         benchmark_page(name, folder)
     listed = "\n".join(f"- [{name}]({name}.md)" for name in names)
@@ -83,7 +84,7 @@ def benchmark_pages(folder: Path) -> None:
 
 def benchmark_page(name: str, folder: Path) -> None:
     """Write a table per setting, and a picture of the one that compares kernels alone."""
-    records = read_records(ROOT / "docs" / "benchmarks" / f"{name}.jsonl")
+    records = read_records(ROOT / "docs" / "benchmarks" / f"{name}.csv")
     settings: dict[tuple, list[dict]] = {}
     for record in records:
         setting = tuple(record[key] for key in ("threads", "malloc", "processor", "torch"))

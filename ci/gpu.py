@@ -6,7 +6,7 @@ python ci/gpu.py --campaign [ARCHIVE] [--out DIR] [--minutes N]
 
 Runs the device tests of all packages, compute-sanitizer on a case of each, and the benchmarks, each
 within its share of the time; a step that fails does not stop the next. Figures go to DIR
-(docs/benchmarks) as JSON and as a Markdown table. Exit status: 0 if all passed, 1 if anything
+(docs/benchmarks) as csv and as a Markdown table. Exit status: 0 if all passed, 1 if anything
 failed.
 
 Without --wheels the packages are built from this checkout for the card at hand, which takes nvcc or
@@ -251,7 +251,7 @@ def bench(run: Run) -> None:
     records.unlink(missing_ok=True)
     settings = {
         "APEX_BENCH_DEVICE": run.device,
-        "APEX_BENCH_JSON": str(records),
+        "APEX_BENCH_RECORDS": str(records),
         # Of a case; GPUs are quiet, and there are many cases.
         "APEX_BENCH_SECONDS": os.environ.get("APEX_BENCH_SECONDS", "0.3"),
     }

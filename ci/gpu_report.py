@@ -1,6 +1,5 @@
-"""What ci/gpu.py leaves: a JSON file and a Markdown table named after the card, and a summary."""
+"""What ci/gpu.py leaves: a csv file and a Markdown page named after the card, and a summary."""
 
-import json
 import platform
 import re
 import time
@@ -13,22 +12,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def records_file(out: Path) -> Path:
     """Where the benchmarks append their records while they run."""
-    return out / "gpu.partial.jsonl"
+    return out / "gpu.partial.csv"
 
 
 def write(device: str, out: Path, results: list[dict]) -> list[dict]:
-    """Write ``<card>.json`` and ``<card>.md`` to ``out``; return the benchmark records."""
+    """Write ``<card>.csv`` and ``<card>.md`` to ``out``; return the benchmark records."""
     from apex_testkit import bench_report
 
-    file = records_file(out)
-    records = bench_report.read_records(file) if file.is_file() else []
-    file.unlink(missing_ok=True)
     machine = facts(device)
     name = re.sub(r"[^a-z0-9]+", "-", machine["card"].lower()).strip("-")
     # Paths of this machine say nothing to others.
     steps = [r | {"detail": r["detail"].replace(str(ROOT), ".")} for r in results]
-    run = {"machine": machine, "steps": steps, "records": records}
-    (out / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
+    file = out / f"{name}.csv"
+    file.unlink(missing_ok=True)
+    if records_file(out).is_file():
+        records_file(out).rename(file)
+    records = bench_report.read_records(file) if file.is_file() else []
     (out / f"{name}.md").write_text(page(machine, steps, records))
     return records
 
@@ -73,6 +72,9 @@ def page(machine: dict, steps: list[dict], records: list[dict]) -> str:
         ]
     lines += ["| step | verdict | seconds |", "|---|---|---:|"]
     lines += [f"| {s['name']} | {s['status']} | {s['seconds']:.0f} |" for s in steps]
+    for step in steps:
+        if step["detail"]:
+            lines += ["", f"{step['name']}:", "", "```text", step["detail"].strip("\n"), "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -28,7 +28,7 @@ from ci import workspace
 from ci.workspace import MATRIX, PACKAGES, ROOT
 
 SHARED_CHANGES = "shared_csrc/changes"
-NAMESPACE = "src/apex/__init__.py"
+NAMESPACE = "shared_csrc/namespace/__init__.py"  # apex/__init__.py of every package
 VERSION_LINE = re.compile(r'^version = "([^"]+)"', re.MULTILINE)
 TEST_SHARE = "1/3"  # of the test functions, one case each: all of them ran in CI
 KERNELS = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_CUDA_OPS": "0"}
@@ -212,8 +212,8 @@ def own_fragments(root: Path, package: str) -> list[Path]:
 
 def is_namespace_changed(root: Path, package: str) -> bool:
     """Whether the released version of a package has another apex/__init__.py than this commit."""
-    tag, path = last_tag(root, package), f"packages/{package}/{NAMESPACE}"
-    return tag is not None and bool(git(root, "diff", "--name-only", tag, "HEAD", "--", path))
+    tag = last_tag(root, package)
+    return tag is not None and bool(git(root, "diff", "--name-only", tag, "HEAD", "--", NAMESPACE))
 
 
 def write(root: Path, made: Plan) -> None:

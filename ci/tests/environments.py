@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -142,8 +143,7 @@ def copy_checkout(target: Path) -> Path:
     for file in files():
         copy = target / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes())
-        copy.chmod(file.stat().st_mode)
+        shutil.copy(file, copy, follow_symlinks=False)
     run("git", "init", "--quiet", target)
     return target
 

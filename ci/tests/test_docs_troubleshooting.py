@@ -28,7 +28,7 @@ def texts(file) -> list[str]:
     return [" ".join(text_of(node).split()) for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
-NAMESPACE = ROOT / "packages" / "apex-amp" / "src" / "apex" / "__init__.py"
+NAMESPACE = ROOT / "shared_csrc" / "namespace" / "__init__.py"
 TEXTS = [text for file in (*LOADER.glob("*.py"), NAMESPACE) for text in texts(file)]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from environments import ROOT
 
+from apex_testkit import bench_report
 from ci import gpu, gpu_benchmarks, gpu_first_calls, gpu_install, gpu_process, gpu_report
 from ci.gpu_process import Outcome, execute
 
@@ -42,8 +43,8 @@ def fake(tmp_path, monkeypatch):
                 if verdict == "dead":
                     return Outcome(name, "failed", 1.0, "Segmentation fault")
                 calls.append((own, command, environment, float(given)))
-                with open(environment["APEX_BENCH_JSON"], "a") as records:
-                    records.write(json.dumps(RECORD | {"op": own}) + "\n")
+                records = Path(environment["APEX_BENCH_RECORDS"])
+                bench_report.append_records(records, [RECORD | {"op": own}])
                 outcome = {"run": run, "status": verdict, "seconds": 1.0, "detail": ""}
                 with open(outcomes, "a") as lines:
                     lines.write(json.dumps(outcome) + "\n")
@@ -81,15 +82,16 @@ def test_everything_runs_and_is_reported(fake, tmp_path, capsys):
     assert names[-1].endswith("turn 3 of 3")  # all benchmarks once before any of them again
     assert not [name for name in names if name.startswith("bench distributed,")]
 
-    written = json.loads((tmp_path / "out" / "nvidia-h100-80gb.json").read_text())
-    assert [s["name"] for s in written["steps"]] == ["install", *names]
     benchmarks = [name for name in names if name.startswith("bench ")]
-    assert len(written["records"]) == len(benchmarks)
+    records = bench_report.read_records(tmp_path / "out" / "nvidia-h100-80gb.csv")
+    assert [record["op"] for record in records] == benchmarks
     page = (tmp_path / "out" / "nvidia-h100-80gb.md").read_text()
+    steps = re.findall(r"^\| (.*) \| passed \| \d+ \|$", page, re.MULTILINE)
+    assert steps == ["install", *names]
     assert "| bench fused_adam, turn 1 of 3 | 2 x 10M | 200.0 | 93% |" in page
     assert "3000 GB/s" in page
     assert f"{len(names) + 1} passed; {len(benchmarks)} figures" in capsys.readouterr().out
-    assert not list((tmp_path / "out").glob("*.partial.jsonl"))
+    assert not list((tmp_path / "out").glob("*.partial.csv"))
 
 
 def test_commands(fake):
@@ -182,11 +184,10 @@ def test_a_benchmark_that_ends_the_process_is_alone_in_it(fake, tmp_path, capsys
     names = [name for name, *_ in fake.calls]
     assert names[:4] == ["benchmarks", "bench xentropy, turn 1 of 3", "benchmarks", names[3]]
     assert names[3] == "bench rms_norm, turn 1 of 3"
-    (written,) = (tmp_path / "out").glob("*.json")
-    steps = {s["name"]: s for s in json.loads(written.read_text())["steps"]}
-    assert steps["bench layer_norm, turn 1 of 3"]["status"] == "failed"
-    assert steps["bench layer_norm, turn 1 of 3"]["detail"] == "Segmentation fault"
-    assert steps["bench layer_norm, turn 2 of 3"]["status"] == "passed"
+    page = (tmp_path / "out" / "nvidia-h100-80gb.md").read_text()
+    assert "| bench layer_norm, turn 1 of 3 | failed |" in page
+    assert "\nbench layer_norm, turn 1 of 3:\n\n```text\nSegmentation fault\n```\n" in page
+    assert "| bench layer_norm, turn 2 of 3 | passed |" in page
 
 
 def benchmark_outcomes(tmp_path, seconds, turns=1, **sources):
@@ -216,8 +217,8 @@ def test_benchmarks_in_one_process(tmp_path):
 
 
 def test_each_turn_measures_other_cases_and_none_is_lost_or_measured_twice(tmp_path, monkeypatch):
-    records = tmp_path / "records.jsonl"
-    monkeypatch.setenv("APEX_BENCH_JSON", str(records))
+    records = tmp_path / "records.csv"
+    monkeypatch.setenv("APEX_BENCH_RECORDS", str(records))
     source = """
 from apex_testkit.bench import compare
 for op in ("a", "b"):
@@ -225,7 +226,7 @@ for op in ("a", "b"):
         compare(op, str(case), repeats=3, apex=int)
 """
     benchmark_outcomes(tmp_path, 60, turns=3, one=source)
-    measured = [json.loads(line) for line in records.read_text().splitlines()]
+    measured = bench_report.read_records(records)
     assert [r["op"] + r["case"] for r in measured] == (
         ["a0", "a4", "b0", "b4", "a2", "a6", "b2", "b6", "a1", "a3", "a5", "b1", "b3", "b5"]
     )

@@ -116,9 +116,8 @@ def test_shared_fragments_stay_until_all_packages_have_told_them(root):
 def test_a_change_of_the_shared_namespace_names_the_siblings(root, capsys):
     for package in ("apex-amp", "apex-contrib"):
         make(root, package, "1.0.0")
-    for package in PACKAGES:
-        file = root / "packages" / package / release.NAMESPACE
-        file.write_text(file.read_text() + "# new\n")
+    file = root / release.NAMESPACE
+    file.write_text(file.read_text() + "# new\n")
     change_shared(root, "namespace", "Other messages.")
     capsys.readouterr()
     assert make(root, "apex-amp", "1.0.1").siblings == ("apex-contrib",)

@@ -20,6 +20,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 SHARED = Path(__file__).resolve().parent.parent
 # What a wheel needs of shared_csrc: to compile an op on first use, and to load it.
 _VENDORED = ("__init__.py", "native/**/*.py", "include/**/*.h", "include/apex/*.cpp")
+# Links of the checkout to what is the same in all packages.
+_LINKS = ("hatch_build.py", "src/apex/__init__.py")
 
 
 class VersionHook(MetadataHookInterface):
@@ -73,6 +75,7 @@ class BuildHook(BuildHookInterface):
         if self.target_name == "wheel":
             self._add_kernels(package, inside, build_data)
         else:
+            self._follow_links(build_data["force_include"])
             self._add_names(inside, build_data)
 
     def _add_kernels(self, package: Path, inside: str, build_data: dict[str, Any]) -> None:
@@ -86,6 +89,14 @@ class BuildHook(BuildHookInterface):
         build_data["force_include"][str(kernels)] = f"{inside}/_kernels"
         build_data["pure_python"] = False
         build_data["tag"] = _wheel_tag(package)
+
+    def _follow_links(self, forced: dict[str, str]) -> None:
+        """An sdist would carry a link as a link, and has nothing that it could lead to."""
+        for name in _LINKS:
+            link = Path(self.root, name)
+            if link.is_symlink():
+                forced.pop(str(link), None)  # hatch forces its own script in
+                forced[str(link.resolve())] = name
 
     def _add_names(self, inside: str, build_data: dict[str, Any]) -> None:
         """An sdist has no other package beside it, but must know their names of ops."""

@@ -279,6 +279,23 @@ class OpLibrary:
                 f"be compiled here, because {reason}. {self.doctor}"
             )
 
+    def require_for_import(self, module: str, *ops: str, device_type: str = "cpu") -> None:
+        """Check it for a module whose callers take its import as the answer.
+
+        Args:
+            module: its name.
+            ops: folders' names, of ops whose operators are defined by now.
+            device_type: ``"cpu"`` or ``"cuda"``.
+
+        Raises:
+            ImportError: an op has no kernels, and none can be built; as :meth:`require` says it.
+        """
+        try:
+            for op in ops:
+                self.require(self.op_folders[op], module, device_type)
+        except RuntimeError as error:
+            raise ImportError(str(error), name=module) from error
+
 
 def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
     """``torch.library.register_fake``, quickly at an import.

@@ -174,6 +174,18 @@ def test_prebuilt_kernels_need_no_list(op, h100, tmp_path, monkeypatch, listed):
         other.require(op.folder, "Probe", "cuda")
 
 
+def test_a_module_cannot_be_imported_where_its_kernels_cannot_run(op, h100, tmp_path, monkeypatch):
+    monkeypatch.setenv("APEX_JIT", "0")
+    ops = prebuilt_wheel(tmp_path, monkeypatch, "cuda", ["sm_90"])
+    ops.op_folders |= {"my_op": op.folder, "other_op": tmp_path / "other_op"}
+    ops.require_for_import("legacy_cuda", "my_op", device_type="cuda")
+    with pytest.raises(ImportError, match=r"^legacy_cuda: the kernels of my_op for cpu") as raised:
+        ops.require_for_import("legacy_cuda", "my_op")
+    assert raised.value.name == "legacy_cuda"
+    with pytest.raises(ImportError, match=r"^legacy_cuda: the kernels of other_op for cuda are"):
+        ops.require_for_import("legacy_cuda", "my_op", "other_op", device_type="cuda")
+
+
 @pytest.mark.parametrize(
     ("backend", "arch", "here", "toolkit", "reason"),
     [

@@ -1,10 +1,9 @@
 """The benchmark runner: contestants interleaved in one process, medians, bandwidth, honest load.
 
-python -m apex_testkit.bench table results.jsonl
-python -m apex_testkit.bench plot results.jsonl results.png
+python -m apex_testkit.bench table results.csv
+python -m apex_testkit.bench plot results.csv results.png
 """
 
-import json
 import os
 import statistics
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from . import bench_turns
-from .bench_report import format_row, machine_facts, main
+from .bench_report import append_records, format_row, machine_facts, main
 from .load import Load, LoadMeter
 
 OURS = "apex"  # the contestant that the others are compared with
@@ -84,7 +83,7 @@ def compare(
         percentile), samples, ratio, loop_us, loop_ratio, is_replayed (on a GPU), gb_per_s,
         copy_fraction, bytes_moved, others_cores, steal_cores, attempts, is_noisy, and the
         machine's facts.
-        Appended to the file that APEX_BENCH_JSON names, one JSON object a line.
+        Appended to the csv file that APEX_BENCH_RECORDS names, a line each.
     """
     if not contestants:
         raise ValueError(f"compare: {op}, {case}: no contestant was given")
@@ -145,7 +144,9 @@ def _report(
             }
         )
         print(format_row(records[-1]), flush=True)
-    _append(records)
+    path = os.environ.get("APEX_BENCH_RECORDS")
+    if path and records:
+        append_records(Path(path), records)
     return records
 
 
@@ -320,13 +321,6 @@ def copy_bandwidth(device: str) -> float:
     timer = _time_cuda if source.is_cuda else _time_cpu
     seconds = statistics.median(timer(lambda: target.copy_(source), 1) for _ in range(9))
     return 2 * _COPY_BYTES / seconds / 1e9
-
-
-def _append(records: list[dict]) -> None:
-    path = os.environ.get("APEX_BENCH_JSON")
-    if path:
-        with Path(path).open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Benchmark records as a table, a plot, and the facts of the machine they were taken on."""
 
 import argparse
-import json
+import ast
+import csv
 import os
 import platform
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+# Of a record, what is no number; the rest is written as Python writes it, and None as nothing.
+_TEXTS = ["op", "case", "contestant", "device", "processor", "torch", "python", "commit", "malloc"]
+_CASE = ("op", "case", "contestant", "device", "threads", "malloc")
 _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
@@ -75,19 +79,35 @@ def format_row(record: dict) -> str:
     return "  ".join(parts).rstrip()
 
 
+def append_records(path: Path, records: list[dict]) -> None:
+    """Append records of the same keys to a csv file, a line each, below a line of the keys."""
+    is_new = not path.is_file()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(records)
+
+
 def read_records(path: Path) -> list[dict]:
     """Read a file that ``compare`` appended to; a case measured again replaces the earlier one."""
     latest: dict[tuple, dict] = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    with path.open(newline="") as file:
+        lines = csv.reader(file)
+        keys = next(lines, _CASE)
         try:
-            record = json.loads(line)
-            key = tuple(
-                record[k] for k in ("op", "case", "contestant", "device", "threads", "malloc")
-            )
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: no benchmark record ({error!r})") from error
-        latest[key] = record
+            keys_of_case = [keys.index(key) for key in _CASE]
+            for cells in lines:
+                record = {k: _value(k, c) for k, c in zip(keys, cells, strict=True)}
+                latest[tuple(cells[i] for i in keys_of_case)] = record
+        except (SyntaxError, ValueError) as error:
+            at = f"{path}, line {lines.line_num}"
+            raise ValueError(f"{at}: no benchmark record ({error!r})") from error
     return list(latest.values())
+
+
+def _value(key: str, cell: str) -> object:
+    return (cell if key in _TEXTS else ast.literal_eval(cell)) if cell else None
 
 
 def table(records: list[dict]) -> str:
@@ -180,7 +200,7 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("table", "print the records"), ("plot", "draw the ratios")):
         command = commands.add_parser(name, help=text)
-        command.add_argument("source", type=Path, help="file that APEX_BENCH_JSON named")
+        command.add_argument("source", type=Path, help="file that APEX_BENCH_RECORDS named")
     commands.choices["plot"].add_argument("target", type=Path, help="PNG or SVG file to write")
     options = parser.parse_args(arguments)
     records = read_records(options.source)

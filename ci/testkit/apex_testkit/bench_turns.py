@@ -5,10 +5,11 @@ after it, then those half-way between, at last all that has no record yet. So wh
 the rest of many operations, not all of the last ones.
 """
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
+
+from .bench_report import read_records
 
 _STRIDE = 4
 
@@ -32,9 +33,9 @@ class Turn:
 
 
 def _recorded() -> set[tuple[str, str]]:
-    path = Path(os.environ.get("APEX_BENCH_JSON", ""))
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {(record["op"], record["case"]) for record in map(json.loads, lines)}
+    path = Path(os.environ.get("APEX_BENCH_RECORDS", ""))
+    records = read_records(path) if path.is_file() else []
+    return {(record["op"], record["case"]) for record in records}
 
 
 current = Turn()

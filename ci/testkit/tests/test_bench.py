@@ -1,6 +1,5 @@
 """The benchmark runner measures, compares, records and reports."""
 
-import json
 import multiprocessing
 import sys
 import time
@@ -138,12 +137,12 @@ def test_own_work_is_not_other_load():
 
 
 def test_records_are_appended_and_read_back(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "results.jsonl"
-    monkeypatch.setenv("APEX_BENCH_JSON", str(path))
+    path = tmp_path / "results.csv"
+    monkeypatch.setenv("APEX_BENCH_RECORDS", str(path))
     bench.compare("a", "one", repeats=3, apex=sleeper(1), peer=sleeper(1))
     bench.compare("b", "one", repeats=3, apex=sleeper(1))
     bench.compare("a", "one", repeats=4, apex=sleeper(1), peer=sleeper(1))
-    assert len(path.read_text().splitlines()) == 5
+    assert len(path.read_text().splitlines()) == 1 + 5
     records = bench_report.read_records(path)
     assert [(r["op"], r["contestant"], r["samples"]) for r in records] == [
         ("a", "apex", 4),
@@ -157,10 +156,18 @@ def test_records_are_appended_and_read_back(tmp_path, monkeypatch, capsys):
     assert lines[0].startswith("# ")
 
 
-def test_a_broken_file_is_named(tmp_path):
-    path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps({"op": "x"}) + "\n")
-    with pytest.raises(ValueError, match=r"results\.jsonl, line 1"):
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("op,case\nx,y\n", 1),
+        ("op,case,contestant,device,threads,malloc\nx,y,apex,cpu,2,tuned\nx,y\n", 3),
+        ("op,case,contestant,device,threads,malloc\nx,y,apex,cpu,2 or 3,tuned\n", 2),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, text, line):
+    path = tmp_path / "results.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"results\.csv, line {line}: no benchmark record"):
         bench_report.read_records(path)
 
 
@@ -171,8 +178,8 @@ def test_no_contestants():
 
 def test_plot(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    path, image = tmp_path / "results.jsonl", tmp_path / "plot.png"
-    monkeypatch.setenv("APEX_BENCH_JSON", str(path))
+    path, image = tmp_path / "results.csv", tmp_path / "plot.png"
+    monkeypatch.setenv("APEX_BENCH_RECORDS", str(path))
     bench.compare("a", "one", repeats=3, apex=sleeper(1), peer=sleeper(1))
     assert bench_report.main(["plot", str(path), str(image)]) == 0
     assert image.read_bytes().startswith(b"\x89PNG")

@@ -11,22 +11,17 @@ memory, launch sizes and ``magic`` are taken and not used.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex.contrib import group_batch_norm as _folder
 from apex.contrib._ops import library
 from apex.contrib._shared.native.operands import statistics_dtype as _statistics_dtype
 from apex.contrib.group_batch_norm import ops as _ops
 from apex.contrib.group_batch_norm import over_group as _function
 
-try:
-    library.require(Path(_folder.__file__).parent, "bnp")
-except RuntimeError as error:
-    raise ImportError(str(error), name="bnp") from error
+library.require_for_import(__name__, "group_batch_norm")
 
 __all__ = [
     "bn_addrelu_bwd_nhwc",

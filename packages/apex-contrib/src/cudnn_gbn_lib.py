@@ -7,21 +7,16 @@ through ``torch.distributed``, so that ``rank_id`` and ``peer_buffers`` are not 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apex.contrib import group_batch_norm as _folder
 from apex.contrib._ops import library
 from apex.contrib._shared.native.operands import statistics_dtype as _statistics_dtype
 from apex.contrib.group_batch_norm import over_group as _function
 
-try:
-    library.require(Path(_folder.__file__).parent, "cudnn_gbn_lib")
-except RuntimeError as error:
-    raise ImportError(str(error), name="cudnn_gbn_lib") from error
+library.require_for_import(__name__, "group_batch_norm")
 
 __all__ = ["backward", "forward"]
 

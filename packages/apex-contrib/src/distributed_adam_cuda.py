@@ -5,7 +5,6 @@ Importable only where the kernels can run, because callers take the import as th
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ from torch import Tensor
 import apex.contrib.optimizers.distributed_adam as _op
 from apex.contrib._ops import library
 
-try:
-    library.require(Path(_op.__file__).parent, "distributed_adam_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="distributed_adam_cuda") from error
+library.require_for_import(__name__, "distributed_adam")
 
 __all__ = [
     "multi_tensor_fused_adam",

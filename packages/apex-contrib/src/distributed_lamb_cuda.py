@@ -9,7 +9,6 @@ stages in one operator, which keeps no updates in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,10 +19,7 @@ from apex.contrib.optimizers import sharded_lamb as _ops
 from apex.contrib.optimizers.given_lists import number_near as _number_near
 from apex.contrib.optimizers.given_lists import raw_lists as _raw_lists
 
-try:
-    library.require(Path(_ops.__file__).parent, "distributed_lamb_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="distributed_lamb_cuda") from error
+library.require_for_import(__name__, "sharded_lamb")
 
 __all__ = ["multi_tensor_lamb_compute_update_term", "multi_tensor_lamb_update_weights"]
 

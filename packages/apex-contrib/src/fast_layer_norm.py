@@ -5,18 +5,13 @@ Importable only where the kernels can run, because callers take the import as th
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from apex.contrib._ops import library
 from apex.contrib.layer_norm.fast_layer_norm import ops as _ops
 
-try:
-    library.require(Path(_ops.__file__).parent, "fast_layer_norm")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fast_layer_norm") from error
+library.require_for_import(__name__, "fast_layer_norm")
 
 __all__ = ["ln_bwd", "ln_fwd"]
 

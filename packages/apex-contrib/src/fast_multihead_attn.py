@@ -9,8 +9,6 @@ where something is kept; without training they are ones.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,11 +20,7 @@ from apex.contrib.layer_norm.fast_layer_norm import ops as _norm
 from apex.contrib.multihead_attn import mask_softmax_dropout as _ops
 from apex.contrib.multihead_attn.attention import EPS, kernel_mask
 
-for _folder in (_ops, _norm):
-    try:
-        library.require(Path(_folder.__file__).parent, "fast_multihead_attn")
-    except RuntimeError as error:
-        raise ImportError(str(error), name="fast_multihead_attn") from error
+library.require_for_import(__name__, "mask_softmax_dropout", "fast_layer_norm")
 
 __all__ = [
     "additive_mask_softmax_dropout_backward",

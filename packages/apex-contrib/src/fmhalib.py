@@ -6,8 +6,6 @@ floating-point dtype, head size and length is taken.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -17,10 +15,7 @@ from apex.contrib._shared.native.philox import draw_seed
 from apex.contrib.fmha.packed import Layout, check_packed, pad, unpad
 from apex.contrib.multihead_attn import mask_softmax_dropout as _ops
 
-try:
-    library.require(Path(_ops.__file__).parent, "fmhalib")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fmhalib") from error
+library.require_for_import(__name__, "mask_softmax_dropout")
 
 __all__ = ["bwd", "bwd_nl", "fwd", "fwd_nl"]
 

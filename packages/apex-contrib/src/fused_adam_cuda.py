@@ -9,7 +9,6 @@ where the kernels can run, because callers take the import as that answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,10 +19,7 @@ from apex.contrib.optimizers import legacy_adam as _ops
 from apex.contrib.optimizers.given_lists import number_near as _number_near
 from apex.contrib.optimizers.given_lists import raw_lists as _raw_lists
 
-try:
-    library.require(Path(_ops.__file__).parent, "fused_adam_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fused_adam_cuda") from error
+library.require_for_import(__name__, "legacy_adam")
 
 __all__ = [
     "adam",

@@ -5,18 +5,13 @@ Importable only where the kernels can run, because callers take the import as th
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 import apex.contrib.fused_bias_swiglu as _swiglu
 from apex.contrib._ops import library
 
-try:
-    library.require(Path(_swiglu.__file__).parent, "fused_bias_swiglu")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fused_bias_swiglu") from error
+library.require_for_import(__name__, "fused_bias_swiglu")
 
 __all__ = ["backward", "forward"]
 

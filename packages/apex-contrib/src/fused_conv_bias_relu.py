@@ -8,21 +8,16 @@ dtypes and errors are those of :mod:`apex.contrib.conv_bias_relu`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import Tensor
 
-from apex.contrib import dense_epilogue as _epilogue
 from apex.contrib._ops import library
 from apex.contrib.conv_bias_relu import conv_bias_relu as _functions
 from apex.contrib.conv_bias_relu.operands import check_convolution as _check_convolution
 from apex.contrib.conv_bias_relu.operands import check_like as _check_like
 from apex.contrib.conv_bias_relu.operands import pair as _pair
 
-try:
-    library.require(Path(_epilogue.__file__).parent, "fused_conv_bias_relu")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fused_conv_bias_relu") from error
+library.require_for_import(__name__, "dense_epilogue")
 
 __all__ = [
     "backward",

@@ -6,19 +6,14 @@ here has a gradient, and autocast changes nothing. Errors are those of :mod:`ape
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 from torch import Tensor
 
-from apex.contrib import dense_epilogue as _epilogue
 from apex.contrib._ops import library
 from apex.fused_dense import raw as _raw
 
-try:
-    library.require(Path(_epilogue.__file__).parent, "fused_dense_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fused_dense_cuda") from error
+library.require_for_import(__name__, "dense_epilogue")
 
 __all__ = [
     "linear_bias_backward",

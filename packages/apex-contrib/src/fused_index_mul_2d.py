@@ -6,8 +6,6 @@ run, because callers take the import as that answer.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -15,10 +13,7 @@ from apex.contrib._ops import library
 from apex.contrib.index_mul_2d import ops as _ops
 from apex.contrib.index_mul_2d.index_mul_2d import check_operands as _check_operands
 
-try:
-    library.require(Path(_ops.__file__).parent, "fused_index_mul_2d")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fused_index_mul_2d") from error
+library.require_for_import(__name__, "index_mul_2d")
 
 __all__ = [
     "float_backward",

@@ -6,7 +6,6 @@ Importable only where the kernels can run, because callers take the import as th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,10 +16,7 @@ from apex.contrib.optimizers import sharded_lamb as _ops
 from apex.contrib.optimizers.given_lists import number_near as _number_near
 from apex.contrib.optimizers.given_lists import raw_lists as _raw_lists
 
-try:
-    library.require(Path(_ops.__file__).parent, "fused_lamb_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="fused_lamb_cuda") from error
+library.require_for_import(__name__, "sharded_lamb")
 
 __all__ = ["lamb"]
 

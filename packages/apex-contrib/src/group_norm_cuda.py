@@ -6,20 +6,14 @@ are ``[N, H, W, C]``, or ``[N, C, H, W]`` that are channels-last in memory; resu
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from apex.contrib._ops import library
 from apex.contrib.group_norm.custom_ops import group_norm_nhwc_bprop, group_norm_nhwc_fprop
 from apex.contrib.group_norm.functional import channels_second
-from apex.contrib.group_norm.group_norm_nhwc import ops as _ops
 
-try:
-    library.require(Path(_ops.__file__).parent, "group_norm_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="group_norm_cuda") from error
+library.require_for_import(__name__, "group_norm_nhwc")
 
 __all__ = ["backward", "forward"]
 

@@ -6,20 +6,15 @@ Importable only where the kernels can run, because callers take the import as th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from apex.contrib import dense_epilogue as _epilogue
 from apex.contrib._ops import library
 from apex.contrib._shared.native.composed import plainly as _plainly
 from apex.mlp import mlp as _mlp
 
-try:
-    library.require(Path(_epilogue.__file__).parent, "mlp_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="mlp_cuda") from error
+library.require_for_import(__name__, "dense_epilogue")
 
 __all__ = ["backward", "forward"]
 

@@ -7,7 +7,6 @@ number of threads. ``blocks`` and ``threads`` of a GPU's launch are accepted, an
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,10 +27,7 @@ from apex.contrib.sparsity.permutation_search_kernels.windows import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-try:
-    library.require(Path(_op.__file__).parent, "permutation_search_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="permutation_search_cuda") from error
+library.require_for_import(__name__, "retained_magnitude")
 
 __all__ = ["build_permute_map", "build_swap_map", "check_permutations", "sum_after_2_to_4"]
 

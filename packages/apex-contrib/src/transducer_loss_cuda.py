@@ -5,8 +5,6 @@ Importable only where the kernels can run, because callers take the import as th
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -14,10 +12,7 @@ from apex.contrib._ops import library
 from apex.contrib.transducer.loss import arguments_of as _arguments_of
 from apex.contrib.transducer.transducer_loss import ops as _ops
 
-try:
-    library.require(Path(_ops.__file__).parent, "transducer_loss_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="transducer_loss_cuda") from error
+library.require_for_import(__name__, "transducer_loss")
 
 __all__ = ["backward", "forward"]
 

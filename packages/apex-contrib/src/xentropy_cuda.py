@@ -5,18 +5,13 @@ Importable only where the kernels can run, because callers take the import as th
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from apex.contrib._ops import library
 from apex.contrib.xentropy import ops as _ops
 
-try:
-    library.require(Path(_ops.__file__).parent, "xentropy_cuda")
-except RuntimeError as error:
-    raise ImportError(str(error), name="xentropy_cuda") from error
+library.require_for_import(__name__, "xentropy")
 
 __all__ = ["backward", "forward"]
 

@@ -11,16 +11,17 @@ Importing this module raises ImportError where its kernels cannot run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-import apex.normalization.fused_layer_norm as _fused_layer_norm
 from apex.normalization._ops import library as _library
 from apex.normalization.fused_layer_norm import compute as _compute
 from apex.normalization.fused_layer_norm.checks import as_shape as _as_shape
 from apex.normalization.fused_layer_norm.checks import check_operands as _check_operands
+
+_device_type = "cuda" if torch.cuda.is_available() else "cpu"
+_library.require_for_import(__name__, "fused_layer_norm", device_type=_device_type)
 
 __all__ = [
     "backward",
@@ -220,16 +221,3 @@ def _check_backward_operands(name, dout, saved, gamma, beta, shape, eps):
         raise TypeError(
             f"{name}: dout must have the forward's output's dtype, {expected}; got {dout.dtype}."
         )
-
-
-def _require_kernels() -> None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        _library.require(
-            Path(_fused_layer_norm.__file__).parent, "fused_layer_norm_cuda", device_type
-        )
-    except RuntimeError as error:
-        raise ImportError(str(error), name="fused_layer_norm_cuda") from error
-
-
-_require_kernels()

@@ -11,15 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from apex.optimizers._amp_c import adagrad as _adagrad
-from apex.optimizers._amp_c import adam as _adam
-from apex.optimizers._amp_c import elementwise as _elementwise
-from apex.optimizers._amp_c import lamb as _lamb
-from apex.optimizers._amp_c import lars as _lars
-from apex.optimizers._amp_c import norms as _norms
-from apex.optimizers._amp_c import novograd as _novograd
-from apex.optimizers._amp_c import scaling as _scaling
-from apex.optimizers._amp_c import sgd as _sgd
 from apex.optimizers._amp_c.adagrad import multi_tensor_adagrad
 from apex.optimizers._amp_c.adam import (
     multi_tensor_adam,
@@ -45,6 +36,15 @@ from apex.optimizers._amp_c.scaling import update_scale_hysteresis
 from apex.optimizers._amp_c.sgd import multi_tensor_sgd
 from apex.optimizers._ops import library as _library
 
+# The folders of the operators that the functions call.
+_KERNELS = (
+    *("fused_lars", "fused_lamb", "fused_novograd", "fused_adagrad", "fused_adam"),
+    *("multi_tensor_scale", "multi_tensor_axpby", "multi_tensor_l2norm"),
+    *("multi_tensor_l2norm_scale", "update_scale_hysteresis", "fused_sgd"),
+)
+_device_type = "cuda" if torch.cuda.is_available() else "cpu"
+_library.require_for_import(__name__, *_KERNELS, device_type=_device_type)
+
 __all__ = [
     "multi_tensor_adagrad",
     "multi_tensor_adam",
@@ -65,19 +65,3 @@ __all__ = [
     "multi_tensor_unscale_l2norm",
     "update_scale_hysteresis",
 ]
-
-_MODULES = (_lars, _lamb, _novograd, _adagrad, _adam, _elementwise, _norms, _scaling, _sgd)
-
-
-def _require_kernels() -> None:
-    """Raise ImportError with the remedy if an op of this module cannot run on this machine."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    apex = _library.kernels.parents[1]
-    try:
-        for name in [name for module in _MODULES for name in module.KERNELS]:
-            _library.require(apex / name, "amp_C", device_type)
-    except RuntimeError as error:
-        raise ImportError(str(error), name="amp_C") from error
-
-
-_require_kernels()

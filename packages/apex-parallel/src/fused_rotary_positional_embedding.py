@@ -7,7 +7,6 @@ gradient is the transposed rotation of ``dy``; shapes and errors are those of th
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ from apex.transformer.functional import checked_rope as _rope
 from apex.transformer.functional import rotary_embedding as _ops
 
 _device_type = "cuda" if torch.cuda.is_available() else "cpu"
-try:
-    library.require(Path(_ops.__file__).parent, __name__, _device_type)
-except RuntimeError as error:
-    raise ImportError(str(error), name=__name__) from error
+library.require_for_import(__name__, "rotary_embedding", device_type=_device_type)
 
 __all__ = [
     "backward",

@@ -7,8 +7,6 @@ the others ``[N, C, *]``. ``weight`` and ``shift`` are ``[C]`` or None. Statisti
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -17,10 +15,7 @@ from apex.parallel._ops import library as _library
 from apex.parallel.syncbn.arrange import affine_vectors as _affine_vectors
 
 _device_type = "cuda" if torch.cuda.is_available() else "cpu"
-try:
-    _library.require(Path(_ops.__file__).parent, "syncbn", _device_type)
-except RuntimeError as error:
-    raise ImportError(str(error), name="syncbn") from error
+_library.require_for_import(__name__, "syncbn", device_type=_device_type)
 
 __all__ = [
     "batchnorm_backward",

@@ -1,4 +1,1 @@
-"""The functions of the legacy module amp_C, a file per kind of kernel.
-
-Every file names in ``KERNELS`` the folders of the operators that its functions call.
-"""
+"""The functions of the legacy module amp_C, a file per kind of kernel."""

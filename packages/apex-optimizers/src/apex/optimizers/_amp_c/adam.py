@@ -9,8 +9,6 @@ from .._shared.native.writes import call_counted
 from ..fused_adam.ops import adam_step, adam_step_capturable
 from .lists import Lists, checked_lists
 
-KERNELS = ("optimizers/fused_adam",)
-
 
 @torch.no_grad()
 def multi_tensor_adam(

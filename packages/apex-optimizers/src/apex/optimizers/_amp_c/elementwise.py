@@ -11,8 +11,6 @@ from apex.multi_tensor_apply.multi_tensor_scale import multi_tensor_scale as _sc
 from .._shared.native.writes import call_counted
 from .lists import Lists, checked_lists
 
-KERNELS = ("multi_tensor_apply/multi_tensor_scale", "multi_tensor_apply/multi_tensor_axpby")
-
 
 @torch.no_grad()
 def multi_tensor_scale(

@@ -9,8 +9,6 @@ from .._shared.native.writes import call_counted
 from ..fused_lamb.ops import lamb_stage1, lamb_stage2, lamb_step
 from .lists import Lists, checked_lists
 
-KERNELS = ("optimizers/fused_lamb",)
-
 _NAMES = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
 

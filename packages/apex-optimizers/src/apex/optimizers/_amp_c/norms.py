@@ -13,11 +13,6 @@ from apex.multi_tensor_apply.multi_tensor_l2norm_scale import (
 from .._shared.native.writes import call_counted
 from .lists import Lists, checked_lists
 
-KERNELS = (
-    "multi_tensor_apply/multi_tensor_l2norm",
-    "multi_tensor_apply/multi_tensor_l2norm_scale",
-)
-
 
 @torch.no_grad()
 def multi_tensor_l2norm(

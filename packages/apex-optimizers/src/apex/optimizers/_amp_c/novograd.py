@@ -9,8 +9,6 @@ from .._shared.native.writes import call_counted
 from ..fused_novograd.ops import novograd_step
 from .lists import Lists, checked_lists
 
-KERNELS = ("optimizers/fused_novograd",)
-
 
 @torch.no_grad()
 def multi_tensor_novograd(

@@ -8,8 +8,6 @@ from torch import Tensor
 from .._shared.native.writes import call_counted
 from ..update_scale_hysteresis import update_scale_hysteresis as _update
 
-KERNELS = ("optimizers/update_scale_hysteresis",)
-
 
 @torch.no_grad()
 def update_scale_hysteresis(

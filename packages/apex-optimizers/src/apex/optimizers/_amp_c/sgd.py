@@ -9,8 +9,6 @@ from .._shared.native.writes import call_counted
 from ..fused_sgd.ops import sgd_step
 from .lists import Lists, checked_lists
 
-KERNELS = ("optimizers/fused_sgd",)
-
 
 @torch.no_grad()
 def multi_tensor_sgd(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -114,7 +112,4 @@ def batch_per_block(keys: int) -> int:
 def require(module: str) -> None:
     """Raise ImportError unless the kernels are there, or can be built."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        library.require(Path(_ops.__file__).parent, module, device_type)
-    except RuntimeError as error:
-        raise ImportError(str(error), name=module) from error
+    library.require_for_import(module, "scaled_softmax", device_type=device_type)
