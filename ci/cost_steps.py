@@ -81,6 +81,27 @@ def _unscale():
     yield from _over_lists(
         "unscale", lambda lists, flag: scale_(lists, flag, 1.0), cost_peers.unscale
     )
+    yield from _amp_steps()
+
+
+def _amp_steps() -> Iterator[Case]:
+    """Yield a training step with all that amp does in it; it is switched off afterwards."""
+    from apex import amp
+    from apex.amp._amp_state import _amp_state
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    x = torch.randn(4, 16)
+
+    def step():
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    yield Case("amp O1 step float32 4 layers", step, is_smallest=True)
+    _amp_state.handle._deactivate()
 
 
 @of("clip_grad")

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.optimizers import FusedAdam
-from apex.optimizers.fused_adam.buckets import ADAM_HELD
+from apex.optimizers.fused_adam.buckets import ADAM
 from apex.optimizers.stepping.held_lists import MIN_TENSORS
 from apex_testkit.held_lists import PlainLists, holders
 
@@ -182,21 +182,21 @@ def test_copies_own_nothing_of_the_original(device):
 def test_holders_are_released(device):
     gc.collect()
     like = torch.empty(0, device=device)
-    before = ADAM_HELD.count(like)
+    before = ADAM.held.count(like)
     params, optimizer = make(device)
     advance(params, optimizer, 3)
-    assert ADAM_HELD.count(like) == before + 1
+    assert ADAM.held.count(like) == before + 1
     for _ in range(5):
         replace_states(params, optimizer)
         advance(params, optimizer, 3)
-        assert ADAM_HELD.count(like) == before + 1
+        assert ADAM.held.count(like) == before + 1
     for _ in range(20):
         other_params, other = make(device)
         advance(other_params, other, 2)
     watched = weakref.ref(params[0])
     del params, optimizer, other_params, other
     gc.collect()
-    assert ADAM_HELD.count(like) == before
+    assert ADAM.held.count(like) == before
     assert watched() is None
 
 
@@ -245,14 +245,14 @@ def test_release_amid_someones_dispatch_mode(device):
             return func(*args, **(kwargs or {}))
 
     like = torch.empty(0, device=device)
-    before = ADAM_HELD.count(like)
+    before = ADAM.held.count(like)
     params, optimizer = make(device)
     advance(params, optimizer, 3)
     with Spy():
         advance(params, optimizer)  # a mode must see what changes
         del optimizer
         gc.collect()
-    assert ADAM_HELD.count(like) == before
+    assert ADAM.held.count(like) == before
     assert "apex_optimizers.adam_step.default" in calls
     assert not [call for call in calls if "held" in call or "release" in call]
 
@@ -260,7 +260,7 @@ def test_release_amid_someones_dispatch_mode(device):
 def test_threads_with_optimizers_of_their_own(device):
     gc.collect()
     like = torch.empty(0, device=device)
-    before = ADAM_HELD.count(like)
+    before = ADAM.held.count(like)
     expected, reference = make(device)
     advance(expected, reference, 5)
     results = []
@@ -279,4 +279,4 @@ def test_threads_with_optimizers_of_their_own(device):
     assert len(results) == 16
     assert all(all(map(torch.equal, expected, result)) for result in results)
     gc.collect()
-    assert ADAM_HELD.count(like) == before + 1
+    assert ADAM.held.count(like) == before + 1

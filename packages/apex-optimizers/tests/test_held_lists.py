@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdagrad, FusedSGD
-from apex.optimizers.fused_adagrad.optimizer import ADAGRAD_HELD
-from apex.optimizers.fused_sgd.optimizer import SGD_HELD
+from apex.optimizers.fused_adagrad.optimizer import ADAGRAD
+from apex.optimizers.fused_sgd.optimizer import SGD
 from apex.optimizers.stepping.held_lists import MIN_TENSORS
 from apex_testkit.amp_masters import with_masters
 from apex_testkit.held_lists import PlainLists, holders
 
 COUNT = MIN_TENSORS + 3
 KINDS = {
-    "sgd": (partial(FusedSGD, momentum=0.9), "momentum_buffer", SGD_HELD),
-    "nesterov": (partial(FusedSGD, momentum=0.9, nesterov=True), "momentum_buffer", SGD_HELD),
-    "plain_sgd": (FusedSGD, None, SGD_HELD),
-    "adagrad": (FusedAdagrad, "sum", ADAGRAD_HELD),
+    "sgd": (partial(FusedSGD, momentum=0.9), "momentum_buffer", SGD.held),
+    "nesterov": (partial(FusedSGD, momentum=0.9, nesterov=True), "momentum_buffer", SGD.held),
+    "plain_sgd": (FusedSGD, None, SGD.held),
+    "adagrad": (FusedAdagrad, "sum", ADAGRAD.held),
 }
 
 
@@ -143,8 +143,8 @@ def test_lists_are_released_with_the_optimizer(kind, device):
 
 def test_numbers_of_nobody_are_errors(kind, device):
     hyper = {
-        SGD_HELD: (0.1, None, 0.9, 0.0, 0.0, False, False, False, 1.0, None),
-        ADAGRAD_HELD: (0.1, 1e-8, 0.0, False, False),
+        SGD.held: (0.1, None, 0.9, 0.0, 0.0, False, False, False, 1.0, None),
+        ADAGRAD.held: (0.1, 1e-8, 0.0, False, False),
     }[kind[2]]
     with pytest.raises(RuntimeError, match="no lists are held under the number -1;"):
         kind[2].step(-1, 0, [torch.ones(3, device=device)], *hyper)

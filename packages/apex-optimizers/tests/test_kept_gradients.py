@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedSGD
-from apex.optimizers.fused_adagrad.optimizer import ADAGRAD_HELD
-from apex.optimizers.fused_adam.buckets import ADAM_HELD
-from apex.optimizers.fused_sgd.optimizer import SGD_HELD
+from apex.optimizers.fused_adagrad.optimizer import ADAGRAD
+from apex.optimizers.fused_adam.buckets import ADAM
+from apex.optimizers.fused_sgd.optimizer import SGD
 from apex.optimizers.stepping import held_lists
 from apex_testkit.held_lists import PlainLists
 
 COUNT = held_lists.MIN_TENSORS + 3
 KINDS = {
-    "adam": (FusedAdam, ADAM_HELD),
-    "sgd": (partial(FusedSGD, momentum=0.9), SGD_HELD),
-    "adagrad": (FusedAdagrad, ADAGRAD_HELD),
+    "adam": (FusedAdam, ADAM.held),
+    "sgd": (partial(FusedSGD, momentum=0.9), SGD.held),
+    "adagrad": (FusedAdagrad, ADAGRAD.held),
 }
 
 

@@ -1,6 +1,5 @@
 """A step that fails between its launches: nothing runs twice, and no state is left half made."""
 
-import importlib
 from types import SimpleNamespace
 
 import numpy
@@ -10,17 +9,17 @@ import torch
 from apex import optimizers
 from apex_testkit.optimizer_models import everything
 
-OPERATORS = {
-    "FusedAdam": ("fused_adam.optimizer", "adam_step", {}),
-    "FusedLAMB": ("fused_lamb.shared_step", "lamb_step", {}),
-    "FusedNovoGrad": ("fused_novograd.optimizer", "novograd_step", {}),
-    "FusedAdagrad": ("fused_adagrad.optimizer", "adagrad_step", {}),
-    "FusedSGD": ("fused_sgd.optimizer", "sgd_step", {"momentum": 0.9}),
-    "FusedLARS": ("fused_lars.optimizer", "lars_step", {"momentum": 0.9}),
+KINDS = {
+    "FusedAdam": {},
+    "FusedLAMB": {},
+    "FusedNovoGrad": {},
+    "FusedAdagrad": {},
+    "FusedSGD": {"momentum": 0.9},
+    "FusedLARS": {"momentum": 0.9},
 }
 
 
-@pytest.fixture(params=OPERATORS)
+@pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
 
@@ -29,13 +28,12 @@ def make(kind, dtypes=(torch.float32,), device="cpu"):
     params = [torch.nn.Parameter(torch.ones(3, 4, dtype=d, device=device)) for d in dtypes]
     for param in params:
         param.grad = torch.full_like(param, 0.5)
-    return params, getattr(optimizers, kind)(params, lr=0.1, **OPERATORS[kind][2])
+    return params, getattr(optimizers, kind)(params, lr=0.1, **KINDS[kind])
 
 
 def replace_operator(monkeypatch, kind, wrap):
-    module, name, _ = OPERATORS[kind]
-    module = importlib.import_module(f"apex.optimizers.{module}")
-    monkeypatch.setattr(module, name, wrap(getattr(module, name)))
+    step = getattr(optimizers, kind).op
+    monkeypatch.setattr(step, "launch", wrap(step.launch))
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["same_memory", "other_memory"])
@@ -154,6 +152,45 @@ def test_a_number_of_the_last_group_is_refused_before_the_first_is_stepped(
         optimizer.step()
 
 
+FLAGS = {
+    "FusedAdam": ("bias_correction", "maximize"),
+    "float8": ("bias_correction", "maximize"),
+    "capturable": ("bias_correction", "maximize"),
+    "FusedLAMB": ("bias_correction", "grad_averaging", "maximize"),
+    "FusedMixedPrecisionLamb": ("bias_correction", "grad_averaging", "maximize"),
+    "FusedNovoGrad": ("bias_correction", "grad_averaging", "maximize", "init_zero"),
+    "FusedAdagrad": ("maximize",),
+    "FusedSGD": ("nesterov", "maximize"),
+    "FusedLARS": ("nesterov", "maximize", "is_skipped"),
+}
+AMBIGUOUS = [(m, n, torch.ones(2)) for m, names in FLAGS.items() for n in names]
+MISSING = [(m, n, None) for m, names in FLAGS.items() for n in (*names, *NUMBERS[m])]
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "value"), MISSING + AMBIGUOUS, ids=lambda v: str(v).replace(" ", "")
+)
+def test_an_option_of_the_last_group_that_is_missing_or_unclear_changes_nothing(
+    mode, name, value, device
+):
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(3)]
+    make = getattr(optimizers, mode, optimizers.FusedAdam)
+    optimizer = make([{"params": [p]} for p in params], lr=0.1, **OPTIONS.get(mode, {}))
+    group = optimizer.param_groups[2]
+    for warm in (False, True):
+        before, kept = everything(optimizer, params), group.pop(name)
+        if value is not None:
+            group[name] = value
+        for param in params:
+            param.grad = torch.ones_like(param)
+        with pytest.raises((KeyError, RuntimeError), match=f"{name}|ambiguous"):
+            optimizer.step()
+        group[name], after = kept, everything(optimizer, params)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(own, after[key]) for key, own in before.items()), warm
+        optimizer.step()
+
+
 def test_numbers_of_other_types_do_not_bring_a_group_before_one_that_is_refused(device):
     params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
     optimizer = optimizers.FusedAdam([{"params": [p]} for p in params], lr=0.1)
@@ -168,6 +205,19 @@ def test_numbers_of_other_types_do_not_bring_a_group_before_one_that_is_refused(
     last["eps"] = 1e-8
     optimizer.step()
     assert not any(torch.equal(p, torch.ones_like(p)) for p in params)
+
+
+def test_what_users_keep_in_groups_is_not_taken_for_a_number_of_the_step(kind, device):
+    (expected,), reference = make(kind, device=device)
+    (param,), optimizer = make(kind, device=device)
+    taken = {name for _, name in optimizer.op.numbers} | {"beta1", "found_inf", "device_step"}
+    own = dict.fromkeys(taken - set(optimizer.defaults) - {"step"}, "mine")
+    optimizer.param_groups[0].update(own)
+    for _ in range(2):
+        reference.step()
+        optimizer.step()
+    assert torch.equal(param, expected)
+    assert {name: optimizer.param_groups[0][name] for name in own} == own
 
 
 @pytest.mark.parametrize("make", [getattr(optimizers, n) for n in optimizers.__all__])

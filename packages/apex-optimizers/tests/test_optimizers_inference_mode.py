@@ -83,6 +83,8 @@ def test_later_steps_outside_go_on(make, call, device):
     assert kept.keys() == others.keys()
     assert all(torch.equal(value, others[key]) for key, value in kept.items())
     assert not any(v.is_inference() for state in optimizer.state.values() for v in state.values())
+    numbers = [v for group in optimizer.param_groups for v in group.values()]
+    assert not any(v.is_inference() for v in numbers if isinstance(v, torch.Tensor))
 
 
 def test_a_state_that_was_made_inside_has_a_master_that_follows_its_parameter(device):

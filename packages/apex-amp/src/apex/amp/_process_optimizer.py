@@ -173,14 +173,15 @@ def _master_params_to_model_params(self: Any) -> None:
 def _prepare_amp_backward(self: Any) -> None:
     stash = self._amp_stash
     stash.is_prepared = True
-    _hooks(self)[0](self)
+    stash.hooks = _hooks(self)
+    stash.hooks[0](self)
 
 
 def _post_amp_backward(self: Any, scaler: Any) -> None:
-    was_enabled = torch.is_grad_enabled()
+    hooks, was_enabled = self._amp_stash.hooks or _hooks(self), torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # as torch.no_grad() does in seven frames
     try:
-        _hooks(self)[1](self, scaler)
+        hooks[1](self, scaler)
     finally:
         torch._C._set_grad_enabled(was_enabled)
     self._amp_stash.is_prepared = False
@@ -205,7 +206,8 @@ def _abort_amp_backward(self: Any) -> None:
 def _hooks(self: Any) -> tuple[Callable, Callable]:
     """What to do before and after a backward pass."""
     masters = "with" if self._amp_stash.has_masters else "no"
-    kind = f"backward_{masters}_master_weights{'_FusedSGD' if is_fused_sgd(self) else ''}"
+    is_fused = hasattr(self, _FUSED_SGD_ATTRIBUTES[0]) and is_fused_sgd(self)
+    kind = f"backward_{masters}_master_weights{'_FusedSGD' if is_fused else ''}"
     return getattr(backward, f"prepare_{kind}"), getattr(backward, f"post_{kind}")
 
 

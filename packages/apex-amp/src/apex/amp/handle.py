@@ -13,7 +13,7 @@ from ._amp_state import _amp_state
 from .casting.autocast import Casting, device_types_in_use
 from .casting.functions import static_or_class_method
 from .gradients.scale_loss import (
-    gradients_aside,
+    GradientsAside,
     have_masters,
     note_iteration,
     optimizer_list,
@@ -80,7 +80,8 @@ def scale_loss(
             "amp.scale_loss: amp is not initialized. Call "
             "`model, optimizer = amp.initialize(model, optimizer, opt_level=...)` first."
         )
-    if not properties.enabled:
+    options = properties.options  # its attributes are computed
+    if not options["enabled"]:
         optimizers = still_in_need(optimizers)
         if not optimizers:
             yield watched(loss, loss)
@@ -92,15 +93,17 @@ def scale_loss(
     scaler = scaler_of(loss_id)
     handle = _amp_state.handle
     try:
-        has_masters = properties.master_weights or have_masters(optimizers)
-        if not has_masters and scaler.loss_scale() == 1.0 and not scaler.dynamic:
+        scale = scaler.loss_scale()
+        is_plain = scale == 1.0 and not scaler.dynamic and not options["master_weights"]
+        if is_plain and not have_masters(optimizers):
             with handle._backward():
                 yield watched(loss, loss.float())
             note_iteration(loss_id, 1.0, False)
             return
         delays = {"unscale": delay_unscale, "overflow_check": delay_overflow_check}
-        with gradients_aside(optimizers, scaler, loss_id, delays), handle._backward():
-            yield watched(loss, loss.float() * scaler.loss_scale())
+        with GradientsAside(optimizers, scaler, loss_id, delays), handle._backward():
+            scaled_loss = loss.float() * scale
+            yield scaled_loss if _amp_state.debugger is None else watched(loss, scaled_loss)
     finally:
         handle._clear_cache()
 
@@ -192,7 +195,10 @@ class AmpHandle(_Handle):
     ) -> None:
         super().__init__()
         devices = device_types_in_use() if device_types is None else device_types
-        self._casting = Casting(patch_type, devices, enable_caching, verbose)
+        casting = self._casting = Casting(patch_type, devices, enable_caching, verbose)
+        # Contexts; not methods of this class, which would be a frame more in each step.
+        self._disable_casts, self._enable_casts = casting.disabled, casting.enabled
+        self._backward, self._model_call = casting.backward, casting.model_call
         self._cache: dict[torch.Tensor, torch.Tensor] = {}
         self._registered: dict[tuple[int, str], Any] = {}  # user functions that are replaced
 
@@ -249,18 +255,6 @@ class AmpHandle(_Handle):
         self._undo.enter_context(self._casting.wrapped_autograd())
         self._casting.activate()
         self._undo.callback(self._casting.deactivate)
-
-    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
-        return self._casting.disabled()
-
-    def _enable_casts(self) -> contextlib.AbstractContextManager[None]:
-        return self._casting.enabled()
-
-    def _backward(self) -> contextlib.AbstractContextManager[None]:
-        return self._casting.backward()
-
-    def _model_call(self) -> contextlib.AbstractContextManager[None]:
-        return self._casting.model_call()
 
     def _clear_cache(self) -> None:
         self._cache.clear()

@@ -191,23 +191,19 @@ class _Block:
         if self._enabled and not self._was_paused:
             self._autocast = casting._autocast(True, self._cache_enabled)
             self._autocast.__enter__()
-        else:
-            self._switch_off()
+        else:  # what torch.autocast(enabled=False) does for each device
+            self._devices, self._had_cache = [], torch.is_autocast_cache_enabled()
+            for device in casting.device_types:
+                before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+                self._devices.append((device, *before))
+                torch.set_autocast_enabled(device, False)
+                torch.set_autocast_dtype(device, casting.dtype)
+            torch.set_autocast_cache_enabled(False)
+            torch.autocast_increment_nesting()
         thread, self._before = vars(casting._thread), {}
         for name in self._state:
             self._before[name] = thread[name]
         thread.update(self._state)
-
-    def _switch_off(self) -> None:
-        """What ``torch.autocast(enabled=False)`` does for each device."""
-        self._devices, self._had_cache = [], torch.is_autocast_cache_enabled()
-        for device in self._casting.device_types:
-            before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            self._devices.append((device, *before))
-            torch.set_autocast_enabled(device, False)
-            torch.set_autocast_dtype(device, self._casting.dtype)
-        torch.set_autocast_cache_enabled(False)
-        torch.autocast_increment_nesting()
 
     def __exit__(self, *error: Any) -> None:
         casting = self._casting

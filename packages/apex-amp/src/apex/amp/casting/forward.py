@@ -87,7 +87,9 @@ class AmpForward:
             cast = functools.partial(to_type, self.input_dtype)
             args, kwargs = applier(args, cast), applier(kwargs, cast)
         if self.casts and not torch.compiler.is_compiling():
-            with _casts_of_model_call():
+            handle = getattr(_amp_state, "handle", None)
+            # None in a process that unpickled the model and did not initialize amp.
+            with contextlib.nullcontext() if handle is None else handle._model_call():
                 output = self._forward(*args, **kwargs)
         else:  # Dynamo captures the autocast state around the call, and guards on it
             output = self._forward(*args, **kwargs)
@@ -121,9 +123,3 @@ def scriptable_forwards() -> Iterator[None]:
 
     with replaced(torch.jit._recursive, "make_stub", of_own_forward):
         yield
-
-
-def _casts_of_model_call() -> contextlib.AbstractContextManager[None]:
-    """The casts in force; none in a process that unpickled the model and did not initialize amp."""
-    handle = getattr(_amp_state, "handle", None)
-    return contextlib.nullcontext() if handle is None else handle._model_call()

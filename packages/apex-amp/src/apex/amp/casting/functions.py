@@ -126,7 +126,11 @@ def _with_scalars(function: Callable) -> Callable:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         operands = (*args, *kwargs.values()) if kwargs else args
-        if len(operands) > 1 and _meets_scalar(operands[0], operands[1]):
+        if (
+            len(operands) > 1
+            and isinstance(operands[1], torch.Tensor)  # without a frame for numbers
+            and _meets_scalar(operands[0], operands[1])
+        ):
             args = tuple(map(to_float32, args))
             kwargs = {k: v if k == "out" else to_float32(v) for k, v in kwargs.items()}
         return function(*args, **kwargs)

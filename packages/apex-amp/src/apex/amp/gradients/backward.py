@@ -101,8 +101,8 @@ def post_backward_models_are_masters(
     """
     if not params:
         return
-    alone = _new_grads_only(params, stashed_grads)
-    if alone:
+    # The usual case: no gradient was stashed, and none is sparse.
+    if {None}.issuperset(stashed_grads) and (alone := _dense_grads(params)):
         _unscale_alone(scaler, alone, scale_override)
         return
     scales = scale_override or (scaler.loss_scale(), 1.0, 1.0)
@@ -126,16 +126,11 @@ def post_backward_models_are_masters(
         scaler.unscale_with_stashed(new, stashed, stashed, scales)
 
 
-def _new_grads_only(
-    params: Sequence[Tensor], stashed_grads: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """All gradients, if each is dense and none was stashed: the usual case. Else an empty list."""
-    return [] if set(map(type, stashed_grads)) - {type(None)} else _dense_grads(params)
-
-
 def _dense_grads(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients that are there, or an empty list if one of them is sparse."""
-    grads = [grad for param in params if (grad := param.grad) is not None]
+    grads = list(map(_GRAD, params))
+    if type(None) in map(type, grads):
+        grads = [grad for grad in grads if grad is not None]
     return grads if set(map(_LAYOUT, grads)) == {torch.strided} else []
 
 
@@ -180,14 +175,16 @@ def post_backward_with_master_weights(self: Any, scaler: LossScaler) -> None:
 def prepare_backward_no_master_weights(self: Any) -> None:
     """Stash all gradients."""
     stash = self._amp_stash
-    stash_grads(stash.all_fp16_params, stash.all_fp16_grad_stash)
+    if stash.all_fp16_params:  # none at O1
+        stash_grads(stash.all_fp16_params, stash.all_fp16_grad_stash)
     stash_grads(stash.all_fp32_params, stash.all_fp32_grad_stash)
 
 
 def post_backward_no_master_weights(self: Any, scaler: LossScaler) -> None:
     """Unscale all gradients in place."""
     stash = self._amp_stash
-    post_backward_models_are_masters(scaler, stash.all_fp16_params, stash.all_fp16_grad_stash)
+    if stash.all_fp16_params:
+        post_backward_models_are_masters(scaler, stash.all_fp16_params, stash.all_fp16_grad_stash)
     post_backward_models_are_masters(scaler, stash.all_fp32_params, stash.all_fp32_grad_stash)
 
 

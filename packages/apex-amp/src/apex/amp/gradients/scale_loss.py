@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ def optimizer_list(optimizers: Any) -> list[Any]:
     """The argument of ``scale_loss`` as a list, or ``TypeError``."""
     items = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for i, optimizer in enumerate(items):
-        if not is_optimizer(optimizer):
+        if not (isinstance(optimizer, torch.optim.Optimizer) or is_optimizer(optimizer)):
             raise TypeError(
                 "amp.scale_loss: optimizers must be a torch.optim.Optimizer, an "
                 f"apex.parallel.LARC, or a list of them; got {type(optimizer).__name__} at {i}."
@@ -29,10 +28,10 @@ def optimizer_list(optimizers: Any) -> list[Any]:
 
 def scaler_of(loss_id: int) -> LossScaler:
     """The loss scaler of a loss, or ``ValueError``."""
-    if not _amp_state.opt_properties.enabled:
+    if not _amp_state.opt_properties.options["enabled"]:
         return LossScaler(1.0)
     count = len(_amp_state.loss_scalers)
-    if not _is_integer(loss_id) or not 0 <= loss_id < count:
+    if not (type(loss_id) is int or _is_integer(loss_id)) or not 0 <= loss_id < count:
         raise ValueError(
             f"amp.scale_loss: loss_id must be an int in [0, {count}), got {loss_id!r}. "
             "amp.initialize(..., num_losses=N) makes room for N losses."
@@ -68,11 +67,8 @@ def have_masters(optimizers: Sequence[Any]) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def gradients_aside(
-    optimizers: list[Any], scaler: LossScaler, loss_id: int, delays: dict[str, bool]
-) -> Iterator[None]:
-    """Put gradients of earlier backward passes aside for a block, and add them afterwards.
+class GradientsAside:
+    """Puts gradients of earlier backward passes aside for a block, and adds them afterwards.
 
     Args:
         optimizers: each once; the list is sorted into the order in which they are unscaled.
@@ -80,29 +76,49 @@ def gradients_aside(
         loss_id: its number.
         delays: whether ``"unscale"`` and ``"overflow_check"`` are left to a later block.
     """
-    _check_can_begin(optimizers)
-    for optimizer in optimizers:
-        optimizer._amp_lazy_init()
-    for optimizer in optimizers:
-        optimizer._amp_stash.is_in_block = True
-        if not optimizer._amp_stash.has_grads():  # zero_grad was called after a delayed unscaling
-            optimizer._amp_stash.drop_scaled_grads()
-    try:
-        turns = _turns(optimizers)
-        try:
-            for optimizer, hidden in turns:
-                # Gradients that are still scaled stay in place: autograd adds to them.
-                if not optimizer._amp_stash.params_have_scaled_gradients:
-                    _without_grads(hidden, optimizer._prepare_amp_backward)
-            yield
-        except BaseException:
-            for optimizer, hidden in turns:
-                _without_grads(hidden, optimizer._abort_amp_backward)
-            raise
-        _finish(turns, scaler, loss_id, delays)
-    finally:
+
+    def __init__(
+        self, optimizers: list[Any], scaler: LossScaler, loss_id: int, delays: dict[str, bool]
+    ) -> None:
+        self._optimizers = optimizers
+        self._at_end = scaler, loss_id, delays
+        self._turns: list[tuple[Any, list[torch.Tensor]]] = []
+
+    def __enter__(self) -> None:
+        optimizers = self._optimizers
+        _check_can_begin(optimizers)
         for optimizer in optimizers:
-            optimizer._amp_stash.is_in_block = False
+            optimizer._amp_lazy_init()
+        for optimizer in optimizers:
+            stash = optimizer._amp_stash
+            stash.is_in_block = True
+            # zero_grad may have been called after a delayed unscaling.
+            if stash.params_have_scaled_gradients and not stash.has_grads():
+                stash.drop_scaled_grads()
+        try:
+            self._turns = [(optimizers[0], [])] if len(optimizers) == 1 else _turns(optimizers)
+            for optimizer, hidden in self._turns:
+                # Gradients that are still scaled stay in place: autograd adds to them.
+                if optimizer._amp_stash.params_have_scaled_gradients:
+                    continue
+                if hidden:
+                    _without_grads(hidden, optimizer._prepare_amp_backward)
+                else:  # without a frame more
+                    optimizer._prepare_amp_backward()
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failure is None:
+                _finish(self._turns, *self._at_end)
+                return
+            for optimizer, hidden in self._turns:
+                _without_grads(hidden, optimizer._abort_amp_backward)
+        finally:
+            for optimizer in self._optimizers:
+                optimizer._amp_stash.is_in_block = False
 
 
 def _turns(optimizers: list[Any]) -> list[tuple[Any, list[torch.Tensor]]]:
@@ -110,8 +126,6 @@ def _turns(optimizers: list[Any]) -> list[tuple[Any, list[torch.Tensor]]]:
 
     Unscaling works in place. So a gradient is unscaled once, even if several optimizers have it.
     """
-    if len(optimizers) == 1:
-        return [(optimizers[0], [])]
     # The optimizer that kept the unscaled part of a gradient must add it back after unscaling.
     optimizers.sort(key=lambda o: not o._amp_stash.params_have_scaled_gradients)
     turns, seen = [], set()
@@ -177,7 +191,10 @@ def _finish(
         return
     scaler.clear_overflow_state()
     for optimizer, hidden in turns:
-        _without_grads(hidden, optimizer._post_amp_backward, scaler)
+        if hidden:
+            _without_grads(hidden, optimizer._post_amp_backward, scaler)
+        else:
+            optimizer._post_amp_backward(scaler)
         optimizer._amp_stash.params_have_scaled_gradients = False
     optimizers = list(map(operator.itemgetter(0), turns))
     if delays["overflow_check"]:
@@ -188,7 +205,8 @@ def _finish(
         return
     scale = scaler.loss_scale()
     is_skipped = scaler.update_scale()
-    note_iteration(loss_id, scale, is_skipped)
+    if _amp_state.debugger is not None:
+        note_iteration(loss_id, scale, is_skipped)
     if not is_skipped:
         return
     late = [o for o in scaler.late_overflows if o._amp_stash.check_is_delayed]

@@ -38,6 +38,8 @@ class AmpOptimizerState(AmpCAttributes):
     If a group has a parameter twice, the lists of groups have it twice, and the flat ones once.
     """
 
+    hooks: tuple[Callable, ...] = ()  # before and after the present backward pass
+
     def __init__(self) -> None:
         self.lazy_init_called = False
         self.already_patched = False

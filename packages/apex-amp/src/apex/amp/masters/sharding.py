@@ -17,10 +17,7 @@ def _sharded_types(tensors: Iterable[Tensor]) -> set[type]:
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:  # nothing imported the module that defines them, so there are none
         return set()
-    kinds = set(map(type, tensors))
-    if kinds <= _PLAIN:  # without a frame more
-        return set()
-    return {kind for kind in kinds if issubclass(kind, module.DTensor)}
+    return {kind for kind in set(map(type, tensors)) if issubclass(kind, module.DTensor)}
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -38,14 +35,16 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """:func:`local` of each; the same list if there is nothing to replace."""
+    if _PLAIN.issuperset(map(type, tensors)):  # without a frame more, as below
+        return tensors
     return [local(tensor) for tensor in tensors] if _sharded_types(tensors) else tensors
 
 
 def meshes_of(tensors: Sequence[Tensor]) -> list[Any]:
     """The device meshes that ``tensors`` are spread over, each once, in order of occurrence."""
-    kinds = _sharded_types(tensors)
-    if not kinds:
+    if _PLAIN.issuperset(map(type, tensors)):
         return []
+    kinds = _sharded_types(tensors)
     return list(dict.fromkeys(t.device_mesh for t in tensors if type(t) in kinds))
 
 

@@ -40,7 +40,8 @@ def scale_lists(
     else:
         for (device, *_), (outs, xs) in _grouped([outputs, local_tensors(inputs)], copies).items():
             call_counted(scale, xs, outs, flag_of(device), factor)
-    _copy_back(copies)
+    if copies:
+        _copy_back(copies)
 
 
 def axpby_lists(

@@ -244,6 +244,9 @@ class FusedAdamSWA(torch.optim.Optimizer):
             lists = [params, grads, *moments, copies, averages]
             numbers.launch(Launch(lists, []), scale, steps.pop() + 1)
         except RuntimeError:
+            batches = self._collect()[0]
+            if batches.is_only(lists) and all(launch_of(own).is_direct() for _, own in batches):
+                raise
             return False  # tensors do not fit as they are: the checks will say which, or copy them
         for state in held.states:
             state["step"] += 1

@@ -193,6 +193,8 @@ class FusedAdam(torch.optim.Optimizer):
         try:
             self._launch((*numbers, bool(group["bias_correction"])), *lists)
         except RuntimeError:
+            if self._batches([own], [copies], scale, norms)[0].is_only(lists):
+                raise
             return False  # these lists do not fit as they are
         for state in states:
             state["step"] += 1

@@ -175,6 +175,9 @@ class FusedSGD(torch.optim.Optimizer):
         try:
             call_counted(masters_sgd_step, *lists, *self._numbers(group), False, factor)
         except RuntimeError:
+            rows = (params, own_grads, copies, *([buffers] if buffers else []))
+            if self._batches(grads, outputs).is_only(rows):
+                raise
             return False  # these lists do not fit as they are
         return True
 

@@ -97,6 +97,10 @@ def match_layout(tensor: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.stride(), tensor.shape
+
+
 class Batches:
     """Rows of tensors that one launch may take together: same dtypes, device and numbers."""
 
@@ -112,6 +116,17 @@ class Batches:
         """Yield the numbers of each batch, and its lists."""
         for (numbers, *_), rows in self._rows.items():
             yield numbers, [list(column) for column in zip(*rows, strict=True)]
+
+    def is_only(self, lists: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether these are one launch, of the very memory that ``lists`` have.
+
+        What an operator said of such lists is its last word: to launch them again is of no use, and
+        would step twice what it had written to before it failed.
+        """
+        rows = list(self._rows.values())
+        return len(rows) == 1 and [list(map(_form, row)) for row in rows[0]] == [
+            list(map(_form, row)) for row in zip(*lists, strict=True)
+        ]
 
     @property
     def devices(self) -> set[torch.device]:

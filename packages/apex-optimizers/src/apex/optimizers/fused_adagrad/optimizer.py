@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..stepping.buckets import Bucket, StateLayout
-from ..stepping.held_lists import HeldOps
-from ..stepping.numbers import StepNumbers
 from ..stepping.optimizer import FusedOptimizer, amp_c_function
+from ..stepping.step import Step
 from .ops import adagrad_step
 
-ADAGRAD_HELD = HeldOps(adagrad_step, __file__)
+ADAGRAD = Step(adagrad_step, __file__, holds=True)
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -73,8 +72,7 @@ class FusedAdagrad(FusedOptimizer):
 
     layout = StateLayout("FusedAdagrad", ("sum",), counts_group_steps=False)
     kept_attributes = ("adagrad_w_mode",)
-    held_ops = ADAGRAD_HELD
-    kernels = "fused_adagrad"
+    op = ADAGRAD
     replayable = True
     multi_tensor_adagrad = amp_c_function("multi_tensor_adagrad")
 
@@ -143,16 +141,8 @@ class FusedAdagrad(FusedOptimizer):
             _check_supported("FusedAdagrad.load_state_dict", group)
         super().load_state_dict(state_dict)
 
-    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
-        group = bucket.group
-        bucket.run(
-            adagrad_step,
-            numbers.lr,
-            group["eps"],
-            group["weight_decay"],
-            bool(self.adagrad_w_mode),
-            bool(group["maximize"]),
-        )
+    def arguments(self, bucket: Bucket) -> dict[str, Any]:
+        return {**super().arguments(bucket), "decoupled": self.adagrad_w_mode}
 
 
 def _first_value(group: dict[str, Any], param: Tensor) -> complex | float:

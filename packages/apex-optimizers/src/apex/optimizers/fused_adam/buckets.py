@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fused_adam_compact import adam_step_compact
 from ..stepping.buckets import MASTER, Bucket
 from ..stepping.checks import SMALL_FLOATS
-from ..stepping.held_lists import HeldOps
-from .moments import SCALED, SCALES, store_scaled
-from .ops import adam_step
+from ..stepping.step import Step
+from .moments import SCALED, SCALES, compact_step, store_scaled
+from .ops import adam_step, adam_step_capturable
 
-ADAM_HELD = HeldOps(adam_step, __file__)
+ADAM = Step(adam_step, __file__, holds=True)
+CAPTURABLE = Step(adam_step_capturable, __file__, lr="device_lr", step="device_step")
+COMPACT = Step(
+    adam_step_compact,
+    __file__,
+    launch=compact_step,
+    before="Tensor? scales, Tensor? clip",
+    without=("scales", "new_scales"),
+)
 
 _MASTER_SCALE = SCALED.index(MASTER)
 
 _scales_of = operator.methodcaller("get", SCALES)
-
-
-def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
-    """A copy of a gradient times a float32 factor [1], rounded once and without waiting for it.
-
-    The factor gets the gradient's number of dimensions: one without dimensions would be rounded to
-    the gradient's 16 bits before the product on a GPU.
-    """
-    return torch.mul(grad, factor.reshape([1] * grad.dim()), out=torch.empty_like(grad))
 
 
 class AdamBucket(Bucket):
@@ -60,26 +60,17 @@ class AdamBucket(Bucket):
         else:
             store_scaled(master, value, self.scales[index, _MASTER_SCALE])
 
-    def is_compact(self) -> bool:
-        """Whether states or gradients are of dtypes that the plain step does not know.
+    def choose_step(self, numbers: dict[str, Any]) -> None:
+        """Take the compact step where states or gradients are of dtypes that it alone knows.
 
         Gradients are checked, and made float64, where no step takes them as they are.
         """
-        if not self.layout.any_grad_dtype:
+        is_narrow = self.dtype == torch.float64 != self.grads[0].dtype
+        if not self.layout.any_grad_dtype or is_narrow or numbers["clip"] is not None:
             self.check_new_gradients()  # the compact step would take other dtypes
-        elif self.dtype == torch.float64 != self.grads[0].dtype:
-            self.check_new_gradients()
+        if is_narrow:
             self.used = [grad.double() for grad in self.used]
         is_small = self.dtype in SMALL_FLOATS
-        return self._has_small_states or (is_small and self.grads[0].dtype != self.dtype)
-
-    def clip_copies(self, clip: Tensor | None) -> None:
-        """Use copies of the gradients times ``clip``: the compact step does not clip by itself."""
-        if clip is None:
-            return
-        self.check_new_gradients()
-        if clip.is_cpu:
-            self.used = torch._foreach_mul(self.used, clip.item())
-        else:
-            factor = clip.float()
-            self.used = [_multiplied(grad, factor) for grad in self.used]
+        if self._has_small_states or (is_small and self.grads[0].dtype != self.dtype):
+            self.step, numbers["scales"] = COMPACT, self.scales
+            numbers["gradient_scale"] = -1.0 if numbers["maximize"] else 1.0

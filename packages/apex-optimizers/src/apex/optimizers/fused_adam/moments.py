@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -59,6 +60,15 @@ def scales_for(peaks: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     return torch.where((peaks > 0) & (limits > 0), scales, 1.0).float()
 
 
+def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
+    """A copy of a gradient times a float32 factor [1], rounded once and without waiting for it.
+
+    The factor gets the gradient's number of dimensions: one without dimensions would be rounded to
+    the gradient's 16 bits before the product on a GPU.
+    """
+    return torch.mul(grad, factor.reshape([1] * grad.dim()), out=torch.empty_like(grad))
+
+
 def compact_step(
     params: list[Tensor],
     grads: list[Tensor],
@@ -67,13 +77,19 @@ def compact_step(
     _: list[Tensor],
     masters: list[Tensor],
     scales: Tensor | None,
+    clip: Tensor | None,
     *hyper: Any,
 ) -> None:
     """adam_step_compact with new scales from the states that this step will give.
 
     ``scales`` [len(params), 3] is updated in place; ``hyper`` are the numbers of the operator.
+    Copies of the gradients times ``clip`` are used: the operator does not clip by itself.
     """
     states = (exp_avgs, exp_avg_sqs, masters)
+    if clip is not None and clip.is_cpu:
+        grads = torch._foreach_mul(grads, clip.item())
+    elif clip is not None:
+        grads = list(map(_multiplied, grads, repeat(clip.float())))
     if scales is None:
         adam_step_compact(params, grads, *states, None, None, *hyper)
         return

@@ -13,16 +13,14 @@ from ..stepping.checks import SEED
 from ..stepping.numbers import (
     NormLimits,
     Scaling,
-    StepNumbers,
     norm_of_gradients,
     rounding_key,
 )
 from ..stepping.optimizer import amp_c_function
-from .buckets import ADAM_HELD, AdamBucket
+from .buckets import ADAM, CAPTURABLE, AdamBucket
 from .checks import check_legacy
 from .compact_states import CompactStates
-from .moments import LARGEST, MOMENTS, compact_step
-from .ops import adam_step, adam_step_capturable
+from .moments import LARGEST, MOMENTS
 
 
 class FusedAdam(CompactStates):
@@ -132,9 +130,7 @@ class FusedAdam(CompactStates):
         "use_decoupled_grad",
     )
     bucket_class = AdamBucket
-    held_ops = ADAM_HELD
-    writing_ops = (adam_step_capturable,)  # unscales them
-    kernels = "fused_adam"
+    op = ADAM
     switch = "amsgrad"
     grad_norm: Tensor | None = None  # float64 [1]; see step
     skips: Tensor | None = None  # float32 [1], during a step: not 0 where nothing is changed
@@ -297,46 +293,14 @@ class FusedAdam(CompactStates):
             return True
         return not skips
 
-    def step_bucket(self, bucket: AdamBucket, numbers: StepNumbers) -> None:
-        group, clip = bucket.group, self._clip
+    def arguments(self, bucket: AdamBucket) -> dict[str, Any]:
+        numbers, clip = super().arguments(bucket), self._clip
+        numbers["decoupled"] = self.adam_w_mode
         if clip is not None:
-            clip = clip.to(bucket.params[0].device)
-        key = rounding_key(self, bucket) if self.stochastic_rounding else None
-        if self.capturable:
-            self._step_capturable(bucket, numbers, clip, key)
-            return
-        hyper = (
-            numbers.lr,
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            numbers.step,
-            bool(group["bias_correction"]),
-            bool(self.adam_w_mode),
-        )
-        if bucket.may_be_compact and bucket.is_compact():
-            gradient_scale = -1.0 if group["maximize"] else 1.0
-            bucket.clip_copies(clip)
-            bucket.run(compact_step, bucket.scales, *hyper, gradient_scale)
-        else:
-            bucket.run(adam_step, *hyper, bool(group["maximize"]), clip, key)
-
-    def _step_capturable(
-        self, bucket: AdamBucket, numbers: StepNumbers, clip: Tensor | None, key: int | None
-    ) -> None:
-        group = bucket.group
-        bucket.run(
-            adam_step_capturable,
-            numbers.device_lr,
-            numbers.device_step,
-            numbers.inv_scale,
-            numbers.found_inf,
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            bool(group["bias_correction"]),
-            bool(self.adam_w_mode),
-            bool(group["maximize"]),
-            clip,
-            key,
-        )
+            numbers["clip"] = clip.to(bucket.params[0].device)
+        if self.stochastic_rounding:
+            numbers["rounding_key"] = rounding_key(self, bucket)
+        bucket.step = CAPTURABLE if self.capturable else ADAM
+        if bucket.may_be_compact:
+            bucket.choose_step(numbers)
+        return numbers

@@ -6,10 +6,29 @@ from typing import Any
 
 from torch import Tensor
 
-from ..stepping.numbers import Scaling, StepNumbers, rounding_key
+from ..stepping.numbers import Scaling, norm_of_gradients, rounding_key
 from ..stepping.optimizer import FusedOptimizer, amp_c_function
-from .buckets import LambBucket, share_grad_norm
+from ..stepping.step import Step
+from .buckets import LambBucket
 from .ops import lamb_step
+
+_OF_SHARDS = ("squares", "only_pass")  # what LambBucket adds
+
+
+def _step_masters(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    *hyper: Any,
+) -> None:
+    updated, copies = (masters, params) if masters else (params, [])
+    lamb_step(updated, grads, exp_avgs, exp_avg_sqs, copies, *hyper)
+
+
+WITHOUT_MASTERS = Step(lamb_step, __file__, before="Tensor[] copies", without=_OF_SHARDS)
+WITH_MASTERS = Step(lamb_step, __file__, launch=_step_masters, without=_OF_SHARDS)
 
 
 class LambOptimizer(FusedOptimizer):
@@ -17,10 +36,11 @@ class LambOptimizer(FusedOptimizer):
 
     kept_attributes = ("adam_w_mode", "stochastic_rounding", "use_nvlamb")
     bucket_class = LambBucket
-    kernels = "fused_lamb"
+    op = WITHOUT_MASTERS
 
     adam_w_mode: int  # 1: the decay is part of the update; 0: of the gradient
     use_nvlamb: bool
+    _grad_norm: Tensor | None = None  # [1], of all gradients in a step that clips any
     multi_tensor_l2norm = amp_c_function("multi_tensor_l2norm")
 
     def __init__(self, params: Any, defaults: dict[str, Any], amsgrad: bool) -> None:
@@ -31,47 +51,20 @@ class LambOptimizer(FusedOptimizer):
         super().__init__(params, defaults)
 
     def step_buckets(self, buckets: list[LambBucket]) -> None:
-        share_grad_norm(buckets, Scaling.of(self).inv_scale)
+        norm, inv_scale = None, Scaling.of(self).inv_scale
+        if any(bucket.group["max_grad_norm"] > 0 for bucket in buckets):
+            norm = norm_of_gradients(buckets)
+            if inv_scale is not None:
+                norm = norm * inv_scale.to(norm.device, norm.dtype)
+        self._grad_norm = norm
         super().step_buckets(buckets)
 
-    def step_bucket(self, bucket: LambBucket, numbers: StepNumbers) -> None:
-        group = bucket.group
-        bucket.run(
-            _lamb_step if self.layout.has_masters else _plain_step,
-            numbers.lr,
-            numbers.device_lr,
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            numbers.step,
-            numbers.device_step,
-            bool(group["bias_correction"]),
-            bool(group["grad_averaging"]),
-            bool(self.adam_w_mode),
-            bool(self.use_nvlamb),
-            bool(group["maximize"]),
-            bucket.grad_norm,
-            group["max_grad_norm"],
-            None,
-            numbers.inv_scale,
-            numbers.found_inf,
-            rounding_key(self, bucket) if self.stochastic_rounding else None,
-        )
-
-
-def _plain_step(
-    params: list[Tensor], grads: list[Tensor], exp_avgs: list, exp_avg_sqs: list, *hyper: Any
-) -> None:
-    lamb_step(params, grads, exp_avgs, exp_avg_sqs, [], *hyper)
-
-
-def _lamb_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    masters: list[Tensor],
-    *hyper: Any,
-) -> None:
-    updated, copies = (masters, params) if masters else (params, [])
-    lamb_step(updated, grads, exp_avgs, exp_avg_sqs, copies, *hyper)
+    def arguments(self, bucket: LambBucket) -> dict[str, Any]:
+        numbers = super().arguments(bucket)
+        numbers["decoupled"], numbers["use_nvlamb"] = self.adam_w_mode, self.use_nvlamb
+        numbers["copies"] = []
+        if self._grad_norm is not None:
+            numbers["global_grad_norm"] = self._grad_norm.to(bucket.params[0].device)
+        if self.stochastic_rounding:
+            numbers["rounding_key"] = rounding_key(self, bucket)
+        return numbers

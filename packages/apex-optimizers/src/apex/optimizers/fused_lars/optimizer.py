@@ -8,10 +8,24 @@ from torch import Tensor
 
 from ..stepping.buckets import Bucket
 from ..stepping.momentum import MomentumOptimizer, momentum_layout
-from ..stepping.numbers import StepNumbers
 from ..stepping.optimizer import amp_c_function
 from ..stepping.sharding import norms_of
+from ..stepping.step import Step
 from .ops import lars_step
+
+
+def _launch(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    copies: list[Tensor],
+    whole: Tensor | None,
+    is_skipped: bool,
+    *hyper: Any,
+) -> None:
+    """lars_step with norms; ``whole`` is a DTensor that the parameters are shards of."""
+    norms = (None, None) if is_skipped else (norms_of(grads, whole), norms_of(params, whole))
+    lars_step(params, grads, buffers, copies, *norms, *hyper)
 
 
 class FusedLARS(MomentumOptimizer):
@@ -83,7 +97,13 @@ class FusedLARS(MomentumOptimizer):
     """
 
     layout = momentum_layout("FusedLARS")
-    kernels = "fused_lars"
+    op = Step(
+        lars_step,
+        __file__,
+        launch=_launch,
+        before="Tensor? whole, bool is_skipped",
+        without=("grad_norms", "param_norms"),
+    )
     multi_tensor_lars = amp_c_function("multi_tensor_lars")
 
     def __init__(
@@ -113,29 +133,12 @@ class FusedLARS(MomentumOptimizer):
             "is_skipped": False,
             "maximize": maximize,
         }
-        flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
-        super().__init__(params, defaults, *flags)
-
-    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
-        group = bucket.group
-        whole = bucket.params[0] if bucket.is_sharded else None
-
-        def step(params: list, grads: list, buffers: list, copies: list, *hyper: Any) -> None:
-            norms = (None, None)
-            if not group["is_skipped"]:
-                norms = norms_of(grads, whole), norms_of(params, whole)
-            lars_step(params, grads, buffers, copies, *norms, *hyper)
-
-        bucket.run(
-            step,
-            numbers.lr,
-            numbers.device_lr,
-            group["trust_coefficient"],
-            group["eps"],
-            group["momentum"],
-            group["weight_decay"],
-            bool(group["nesterov"]),
-            numbers.step == 1,
-            self.gradient_scale(group),
-            None,
+        super().__init__(
+            params, defaults, wd_after_momentum, materialize_master_grads, set_grad_none
         )
+
+    def arguments(self, bucket: Bucket) -> dict[str, Any]:
+        numbers = super().arguments(bucket)
+        if bucket.is_sharded:
+            numbers["whole"] = bucket.params[0]
+        return numbers

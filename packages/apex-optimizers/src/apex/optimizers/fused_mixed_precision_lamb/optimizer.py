@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..fused_lamb.buckets import LambBucket
-from ..fused_lamb.shared_step import LambOptimizer
+from ..fused_lamb.shared_step import WITH_MASTERS, LambOptimizer
 from ..stepping.buckets import MASTER, StateLayout
 from ..stepping.checkpoints import load_between_hooks, outside_inference_mode
 from ..stepping.checks import check_lr
@@ -87,6 +87,7 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         counts_group_steps=False,
     )
     kept_attributes = (*LambOptimizer.kept_attributes, "reduced_precision_dtype")
+    op = WITH_MASTERS
     capturable = True
     multi_tensor_lamb = amp_c_function("multi_tensor_lamb_mp")
 

@@ -8,6 +8,7 @@ A parameter that has not taken a step has 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ class NovoGradBucket(Bucket):
 
     kind: int = -1  # not known before the first step
     slots: Tensor | None = None  # positions in the kind's vector; None: the whole vector
+
+    def run(self, values: Sequence[Any]) -> None:
+        super().run(values)
+        vector, norms = self.group[NORMS][self.kind], values[0]
+        if norms is not vector:
+            vector[... if self.slots is None else self.slots] = norms.to(vector.device)
 
 
 class GroupNorms:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..stepping.buckets import StateLayout, ask
 from ..stepping.checkpoints import load_between_hooks, matching_params
-from ..stepping.numbers import StepNumbers
 from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from ..stepping.sharding import norms_of, reduce_over_shards
+from ..stepping.step import Step
 from .norms import NORMS, GroupNorms, NovoGradBucket, conform
 from .ops import novograd_step
 
@@ -94,7 +94,7 @@ class FusedNovoGrad(FusedOptimizer):
     layout = StateLayout("FusedNovoGrad", ("exp_avg",))
     kept_attributes = ("moment_mode",)
     bucket_class = NovoGradBucket
-    kernels = "fused_novograd"
+    op = Step(novograd_step, __file__)
     multi_tensor_novograd = amp_c_function("multi_tensor_novograd")
 
     def __init__(
@@ -194,47 +194,29 @@ class FusedNovoGrad(FusedOptimizer):
                     group.pop(NORMS, None)
             raise
 
-    def step_bucket(self, bucket: NovoGradBucket, numbers: StepNumbers) -> None:
-        group, device = bucket.group, bucket.params[0].device
-        vector, slots = group[NORMS][bucket.kind], bucket.slots
-        norms = vector if slots is None else vector.index_select(0, slots).to(device)
-        if group["init_zero"]:
-            norms = _zero_at_first_step(norms, numbers)
-        is_first = numbers.device_step is not None or numbers.step == 1
-        bucket.run(
-            novograd_step,
-            norms,
-            numbers.lr,
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            numbers.step,
-            bool(group["bias_correction"]),
-            bool(group["grad_averaging"]),
-            self.moment_mode == 0,
-            group["norm_type"] == 0,
-            is_first and not group["init_zero"],
-            bool(group["maximize"]),
-            ask([bucket], _given_norms, bucket) if _has_given_norms(bucket) else None,
-            numbers.device_lr,
-            numbers.device_step,
-            numbers.inv_scale,
-            numbers.found_inf,
-        )
+    def arguments(self, bucket: NovoGradBucket) -> dict[str, Any]:
+        numbers, group, slots = super().arguments(bucket), bucket.group, bucket.slots
+        norms = group[NORMS][bucket.kind]
         if slots is not None:
-            vector.index_copy_(0, slots, norms.to(vector.device))
-        elif norms is not vector:
-            vector.copy_(norms)
+            norms = norms.index_select(0, slots).to(bucket.params[0].device)
+        numbers["norms"] = _zero_at_first_step(norms, numbers) if group["init_zero"] else norms
+        is_first = self.capturable or numbers["step"] == 1
+        numbers["first_run"] = is_first and not group["init_zero"]
+        numbers["reg_inside_moment"] = self.moment_mode == 0
+        numbers["is_max_norm"] = group["norm_type"] == 0
+        if _has_given_norms(bucket):
+            numbers["grad_norms"] = ask([bucket], _given_norms, bucket)
+        return numbers
 
 
-def _zero_at_first_step(norms: Tensor, numbers: StepNumbers) -> Tensor:
+def _zero_at_first_step(norms: Tensor, numbers: dict[str, Any]) -> Tensor:
     """Other norms where the first step begins: of a launch that fails nothing may be left."""
-    if numbers.device_step is not None:
-        is_first = numbers.device_step == 1
-        if numbers.found_inf is not None:  # a skipped step has the number of the one before
-            is_first = is_first & (numbers.found_inf == 0)
+    if numbers["device_step"] is not None:
+        is_first = numbers["device_step"] == 1
+        if numbers["found_inf"] is not None:  # a skipped step has the number of the one before
+            is_first = is_first & (numbers["found_inf"] == 0)
         return norms.masked_fill(is_first, 0.0)
-    return torch.zeros_like(norms) if numbers.step == 1 else norms
+    return torch.zeros_like(norms) if numbers["step"] == 1 else norms
 
 
 def _has_given_norms(bucket: NovoGradBucket) -> bool:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..stepping.buckets import Bucket
 from ..stepping.checks import SEED
-from ..stepping.held_lists import HeldOps
 from ..stepping.momentum import BUFFER, MomentumOptimizer, momentum_layout
-from ..stepping.numbers import StepNumbers, rounding_key
+from ..stepping.numbers import rounding_key
 from ..stepping.optimizer import amp_c_function
+from ..stepping.step import Step
 from .ops import sgd_step
 
-SGD_HELD = HeldOps(sgd_step, __file__)
+SGD = Step(sgd_step, __file__, holds=True)
 
 
 class FusedSGD(MomentumOptimizer):
@@ -84,8 +84,7 @@ class FusedSGD(MomentumOptimizer):
 
     layout = momentum_layout("FusedSGD")
     kept_attributes = (*MomentumOptimizer.kept_attributes, "layout", "stochastic_rounding")
-    held_ops = SGD_HELD
-    kernels = "fused_sgd"
+    op = SGD
     multi_tensor_sgd = amp_c_function("multi_tensor_sgd")
 
     def __init__(
@@ -120,26 +119,17 @@ class FusedSGD(MomentumOptimizer):
         self.stochastic_rounding = stochastic_rounding
         if stochastic_rounding:  # random numbers depend on the step
             self.layout = dataclasses.replace(self.layout, counts_group_steps=True)
-        flags = (wd_after_momentum, materialize_master_grads, set_grad_none)
-        super().__init__(params, defaults, *flags)
+        super().__init__(
+            params, defaults, wd_after_momentum, materialize_master_grads, set_grad_none
+        )
 
     def kept_dtype(self, key: str, param: Tensor) -> torch.dtype:
         return param.dtype if key == BUFFER else super().kept_dtype(key, param)
 
-    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
-        group = bucket.group
-        bucket.run(
-            sgd_step,
-            numbers.lr,
-            numbers.device_lr,
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            bool(group["nesterov"]),
-            bool(self.wd_after_momentum),
-            numbers.step == 1,
-            self.gradient_scale(group),
-            None,
-            rounding_key(self, bucket) if self.stochastic_rounding else None,
-            group.get("step", 0) + 1 if self.stochastic_rounding else 0,
-        )
+    def arguments(self, bucket: Bucket) -> dict[str, Any]:
+        numbers = super().arguments(bucket)
+        numbers["wd_after_momentum"], numbers["rounding_step"] = self.wd_after_momentum, 0
+        if self.stochastic_rounding:
+            numbers["rounding_key"] = rounding_key(self, bucket)
+            numbers["rounding_step"] = bucket.group.get("step", 0) + 1
+        return numbers

@@ -16,6 +16,7 @@ from torch import Tensor
 from .checks import check_gradients, forms_of
 from .held_lists import Holder, are_same, is_worth_holding
 from .sharding import is_sharded, local_tensors
+from .step import Step
 
 MASTER = "master_param"
 
@@ -143,7 +144,7 @@ class Bucket:
         count: int,
     ) -> None:
         self.layout = layout = optimizer.layout
-        self.held_ops, self._writing_ops = optimizer.held_ops, optimizer.writing_ops
+        self.step: Step = optimizer.op
         self.group = group
         self.keys = keys  # of the moments in states; the others are not used in this group
         self.params, self.sources, self.copies, self.states = members
@@ -163,8 +164,9 @@ class Bucket:
         self._is_plain = not (self.is_sharded or self.is_complex)
         self.has_masters = layout.has_masters and MASTER in self.states[0]
         self.marks = MasterMarks()
-        may_hold = self.held_ops and not self.is_complex and is_worth_holding(self.params)
-        self._holder = Holder(self.held_ops) if may_hold else None
+        held = self.step.held
+        may_hold = held and not self.is_complex and is_worth_holding(self.params)
+        self._holder = Holder(held) if may_hold else None
         self._kept: _Lists = ()  # lists of the last step, if they may be held
         # How each of the lists is read from a state; None of those that are empty.
         self._readers = [operator.itemgetter(k) if k in keys else None for k in layout.moments]
@@ -248,28 +250,29 @@ class Bucket:
     def _has_other_grad_dtypes(self) -> bool:
         return self._grad_dtypes != set(map(_dtype_of, self.grads))
 
-    def run(self, op: Callable[..., None], *hyper: Any) -> None:
-        """Call a step operator on the lists and ``hyper``, as :func:`ask` does."""
+    def run(self, values: Sequence[Any]) -> None:
+        """Call the step operator on the lists and its numbers, as :func:`ask` does."""
+        step = self.step
         try:
             if self.has_masters:
                 self._refill_masters()
             # Versions are raised below, for all lists at once.
             with torch._C._AutoDispatchBelowADInplaceOrView():
-                may_hold = self._holder is not None and op is self.held_ops.plain
+                may_hold = self._holder is not None and step.held is not None
                 if may_hold and self._holder.lists_of(self.params, self.lists, self.used):
-                    self._holder.step(self.used, *hyper)
+                    self._holder.step(self.used, *values)
                 elif self._is_plain:
-                    op(self.params, self.used, *self.lists, *hyper)
+                    step.launch(self.params, self.used, *self.lists, *values)
                 else:
                     params, *lists = map(self.local, (self.params, *self.lists))
-                    op(params, self.used, *lists, *hyper)
+                    step.launch(params, self.used, *lists, *values)
         except RuntimeError:
             if not self.mend():
                 raise
-            Bucket.run(self, op, *hyper)
+            Bucket.run(self, values)
             return
         self.has_run = True
-        if op in self._writing_ops:
+        if step.writes_gradients:
             self._write_back()
         # Autograd then notices a backward pass over values from before the step.
         torch.autograd.graph.increment_version(self._written)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,17 @@ SMALL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _form_of = operator.attrgetter("shape", "dtype", "device", "layout")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
-# Hyper-parameters that are handed to operators as numbers, beside betas, and the least that they
-# take. A learning rate may be negative, which ascends.
-_LARGEST = sys.float_info.max
-_BELOW_ONE = math.nextafter(1.0, 0.0)
-_LEAST = (
-    ("lr", -_LARGEST),
-    ("eps", 0.0),
-    ("weight_decay", -_LARGEST),
-    ("max_grad_norm", -_LARGEST),
-    ("momentum", 0.0),
-    ("dampening", -_LARGEST),
-    ("trust_coefficient", -_LARGEST),
+# Hyper-parameters that are handed to operators as numbers, beside betas.
+_NUMBERS = (
+    "lr",
+    "eps",
+    "weight_decay",
+    "max_grad_norm",
+    "momentum",
+    "dampening",
+    "trust_coefficient",
 )
-_NO_BETAS = (0.0, 0.0)
+_EXACT = {float, int}
 
 # Those that groups must have in the range >= 0, if an optimizer has them.
 NOT_NEGATIVE = (
@@ -72,41 +67,15 @@ def check_not_negative(optimizer: str, group: dict[str, Any], names: Iterable[st
             raise ValueError(f"{optimizer}: {name} must be >= 0, got {group[name]}.")
 
 
-def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Raise TypeError or ValueError for the first hyper-parameter that is no number.
-
-    Returns:
-        Groups with numbers that an operator may refuse. If they are stepped first, nothing has been
-        written by then.
-    """
-    doubtful = []
+def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
+    """Raise TypeError or ValueError for the first hyper-parameter that is no number."""
     for group in groups:
-        for name, least in _LEAST:
-            if name not in group:
-                continue
-            value = group[name]
-            kind = type(value)
-            if not ((kind is float or kind is int) and least <= value <= _LARGEST):
-                _check_number(optimizer, name, value)
-                is_lr = name == "lr" and isinstance(value, Tensor) and not value.is_complex()
-                if not is_lr and not _is_between(least, value, _LARGEST):
-                    doubtful.append(group)
-        betas = group.get("betas", _NO_BETAS)
-        is_pair = type(betas) is tuple and [*map(type, betas)] == [float, float]
-        if not (is_pair and 0 <= betas[0] < 1 and 0 <= betas[1] < 1):
+        for name in _NUMBERS:
+            if name in group and type(group[name]) not in _EXACT:
+                _check_number(optimizer, name, group[name])
+        betas = group.get("betas", (0.0, 0.0))
+        if type(betas) is not tuple or [*map(type, betas)] != [float, float]:
             _check_number(optimizer, "betas", betas)
-            if not all(_is_between(0, beta, _BELOW_ONE) for beta in betas):
-                doubtful.append(group)
-    return doubtful
-
-
-def _is_between(least: float, value: Any, most: float) -> bool:
-    """Whether it is a number as operators take them, NumPy's and tensors of one element too."""
-    if isinstance(value, Tensor) and value.is_complex():
-        return False
-    if hasattr(value, "dtype"):
-        value = float(value)
-    return isinstance(value, (float, int)) and least <= value <= most
 
 
 def _check_number(optimizer: str, name: str, value: Any) -> None:
@@ -149,23 +118,19 @@ def check_duplicates(optimizer: str, params: list[Tensor]) -> None:
             )
 
 
-_found: set[tuple[str, str]] = set()  # folders and device types; asking takes longer than the rest
+_found: set[tuple[Path, str]] = set()  # folders and device types; asking takes longer than the rest
 
 
-def require_kernels(optimizer: str, folder: str, params: Sequence[Tensor]) -> None:
+def require_kernels(optimizer: str, folder: Path, params: Sequence[Tensor]) -> None:
     """Raise RuntimeError if the operators in ``folder`` cannot run; nothing is built here.
 
     Parameters that are on the CPU now may be moved to a GPU before the first step.
     """
     for device_type in {param.device.type for param in params} & {"cpu", "cuda"}:
-        if (folder, device_type) not in _found:
-            path = Path(__file__).parent.parent / folder
-            if not (
-                device_type == "cpu"
-                and torch.cuda.is_available()
-                and library.available(path, "cuda")
-            ):
-                library.require(path, optimizer, device_type)
+        if (folder, device_type) not in _found and not (
+            device_type == "cpu" and torch.cuda.is_available() and library.available(folder, "cuda")
+        ):
+            library.require(folder, optimizer, device_type)
         _found.add((folder, device_type))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import operator
-import re
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -16,65 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .._ops import library
+from .step import HeldOps
 
 MIN_TENSORS = 32  # per list; of fewer, less than 10 us a step could be saved
 MAX_MEAN_ELEMENTS = 4096  # of larger tensors less than a tenth of the time could be saved
 
 _PLAIN = {Tensor, torch.nn.Parameter}
-_NOT_TRACEABLE = (
-    "apex_optimizers::{} works on tensors that only C++ knows, so it cannot be traced, and has no "
-    "meaning for meta or fake tensors. Use {}, whose schema names all that it changes."
-)
-_LIST = re.compile(r"Tensor(\(\w!\))?\[\] ")
 
 
 def are_same(a: Collection[Any], b: Collection[Any]) -> bool:
     """Whether both consist of the very same objects, in one order."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-class HeldOps:
-    """The operators of one step operator on held lists; C++ for them is in the same folder.
-
-    ``hold`` keeps handles on the tensors of all lists of the step operator, of which any may be
-    empty, and returns their number. They live until ``release``. Python's cycle collector does not
-    see these handles, so a tensor that refers to the owner of the lists would never be freed.
-    ``step`` takes that number, the number under which gradients are held or 0, the gradients (or,
-    where they are held, one of them), and the other arguments of the step operator. Checks, errors
-    and results are the same; an unknown number raises RuntimeError. Pointers, sizes and dtypes are
-    read anew in each call, so ``param.data = ...`` is noticed. ``count`` returns how many sets of
-    lists are held.
-
-    Args:
-        plain: the step operator, called ``<name>_step``; the others are ``<name>_hold`` and so on.
-        file: ``__file__`` of a module in the operator's folder.
-    """
-
-    def __init__(self, plain: Any, file: str) -> None:
-        self.plain = plain
-        self._file = file
-        self._plain_name = plain.name().partition("::")[2]
-        name = self._plain_name.removesuffix("_step")
-        arguments = library.schemas[self._plain_name].partition("(")[2].rpartition(") ->")[0]
-        lists = [_LIST.sub("Tensor[] ", a) for a in arguments.split(", ") if _LIST.match(a)]
-        rest = [a for a in arguments.split(", ") if not _LIST.match(a)]
-        self.lists = len(lists)
-        self.grads_index = lists.index("Tensor[] grads")
-        self.hold = self._define(f"{name}_hold", f"({', '.join(lists)}) -> int")
-        self.release = self._define(f"{name}_release", "(Tensor like, int held) -> ()")
-        self.count = self._define(f"{name}_held_count", "(Tensor like) -> int")
-        taken = ", ".join(["int held", "int held_grads", "Tensor[] grads", *rest])
-        self.step = self._define(f"{name}_step_held", f"({taken}) -> ()")
-
-    def _define(self, name: str, signature: str) -> Any:
-        def refuse(*args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError(_NOT_TRACEABLE.format(name, self._plain_name))
-
-        refuse.__doc__ = (
-            f"See :class:`apex.optimizers.stepping.held_lists.HeldOps` of ``{self._plain_name}``."
-        )
-        return library.define(name + signature, self._file)(refuse)
 
 
 class HeldLists:
@@ -111,9 +62,8 @@ class KeptGradients:
         # Of a gradient with torch's negative bit, C++ would get a copy.
         if not survived or any(map(_may_refer, grads)) or any(map(Tensor.is_neg, grads)):
             return 0
-        lists: list[list[Tensor]] = [[] for _ in range(self._ops.lists)]
-        lists[self._ops.grads_index] = self._kept = list(grads)
-        self._held = HeldLists(self._ops, lists)
+        self._kept = list(grads)
+        self._held = HeldLists(self._ops, [[], self._kept, *[[]] * (self._ops.lists - 2)])
         return self._held.number
 
 
@@ -124,13 +74,8 @@ class Holder:
         self._ops = ops
         self._may_hold = True
         self._states: tuple[list[Tensor], ...] | None = None  # the last step's
-        self._held: HeldLists | None = None  # params and _states
+        self.held: HeldLists | None = None  # params and _states
         self._gradients = KeptGradients(ops)
-
-    @property
-    def held(self) -> HeldLists | None:
-        """What is held now."""
-        return self._held
 
     def lists_of(
         self, params: list[Tensor], states: tuple[list[Tensor], ...], grads: list[Tensor]
@@ -145,19 +90,17 @@ class Holder:
         if not self._may_hold:
             return None
         if self._states is not states:
-            self._states, self._held = states, None
+            self._states, self.held = states, None
             self._gradients = KeptGradients(self._ops)
             return None
         if not is_eager(grads):
             return None
-        if self._held is None:
+        if self.held is None:
             if not can_hold(params, states):
                 self._may_hold, self._states = False, None
                 return None
-            lists = [params, *states]
-            lists.insert(self._ops.grads_index, [])
-            self._held = HeldLists(self._ops, lists)
-        return self._held
+            self.held = HeldLists(self._ops, [params, [], *states])
+        return self.held
 
     def step(self, grads: list[Tensor], *rest: Any) -> None:
         """Call the step on what :meth:`lists_of` has just returned.
@@ -168,7 +111,7 @@ class Holder:
         """
         held_grads = self._gradients.number_of(grads)
         given = grads[:1] if held_grads else grads
-        self._ops.step(self._held.number, held_grads, given, *rest)
+        self._ops.step(self.held.number, held_grads, given, *rest)
 
 
 def _release(ops: HeldOps, like: Tensor, number: int) -> None:

@@ -78,9 +78,12 @@ class MomentumOptimizer(FusedOptimizer):
         self.state[param][BUFFER] = torch.empty_like(param, dtype=dtype, requires_grad=False)
         return 0
 
-    def gradient_scale(self, group: dict[str, Any]) -> float:
-        """What gradients are to be multiplied by; negative to maximize."""
-        return (-1.0 if group["maximize"] else 1.0) / self.most_recent_scale
+    def arguments(self, bucket: Bucket) -> dict[str, Any]:
+        numbers = super().arguments(bucket)
+        numbers["first_run"] = numbers["step"] == 1
+        sign = -1.0 if numbers["maximize"] else 1.0
+        numbers["gradient_scale"] = sign / self.most_recent_scale
+        return numbers
 
     # The optimizer as its users see it.
 

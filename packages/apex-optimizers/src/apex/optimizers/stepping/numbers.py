@@ -49,24 +49,19 @@ class Scaling:
         return 1 if found_inf is None else (found_inf == 0).to(torch.int32)
 
 
-@dataclasses.dataclass(slots=True)  # frozen ones take four times as long to make
-class StepNumbers:
-    """The numbers of a step: with ``capturable`` the tensors are used, else the Python numbers."""
-
-    lr: float
-    step: int  # 1 for the first
-    device_lr: Tensor | None = None  # float32, one element
-    device_step: Tensor | None = None  # int32 [1]
-    inv_scale: Tensor | None = None  # float32, one element; None: 1
-    found_inf: Tensor | None = None  # float32, one element; not 0: skip the step. None: 0
-
-    @classmethod
-    def on_device(cls, optimizer: torch.optim.Optimizer, bucket: Bucket) -> StepNumbers:
-        """Those of a bucket's next step, without waiting for its device."""
-        device, scaling = bucket.params[0].device, Scaling.of(optimizer)
+def device_numbers(optimizer: torch.optim.Optimizer, bucket: Bucket) -> dict[str, Any]:
+    """Those of a bucket's next step that operators read on its device; nothing waits for it."""
+    device, scaling = bucket.params[0].device, Scaling.of(optimizer)
+    inv_scale, found_inf = scaling.on(device)
+    return {
+        "lr": 0.0,
+        "step": 0,
+        "device_lr": _device_lr(bucket.group, device),
         # This call's flag decides: a skipped step does not count.
-        step = bucket.step_tensor + scaling.counted(device)
-        return cls(0.0, 0, _device_lr(bucket.group, device), step, *scaling.on(device))
+        "device_step": bucket.step_tensor + scaling.counted(device),
+        "inv_scale": inv_scale,
+        "found_inf": found_inf,
+    }
 
 
 def _device_lr(group: dict[str, Any], device: torch.device) -> Tensor:
@@ -129,12 +124,8 @@ def rounding_key(optimizer: Any, bucket: Bucket) -> int | None:
 
 def _place_of(groups: list[dict[str, Any]], bucket: Bucket) -> int:
     """How many parameters of the optimizer come before the first one of a bucket."""
-    before = 0
-    for group in groups:
-        if group is bucket.group:
-            break
-        before += len(group["params"])
-    return before + next(i for i, p in enumerate(group["params"]) if p is bucket.params[0])
+    params = (param for group in groups for param in group["params"])
+    return next(i for i, param in enumerate(params) if param is bucket.params[0])
 
 
 def norm_of_gradients(buckets: list[Bucket], wide: bool = False) -> Tensor:

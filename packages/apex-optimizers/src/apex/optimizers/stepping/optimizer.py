@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._shared.native.writes import keep_from_tracing
 from .buckets import MASTER, Bucket, StateLayout
-from .checkpoints import complete_groups, load_state, separate_steps
+from .checkpoints import complete_groups, load_state, outside_inference_mode, separate_steps
 from .checks import (
     NOT_NEGATIVE,
     check_betas,
@@ -25,9 +25,9 @@ from .checks import (
     require_kernels,
     state_dtype,
 )
-from .held_lists import HeldOps
-from .numbers import Scaling, StepNumbers, advance_on_device, numbers_device
+from .numbers import Scaling, advance_on_device, device_numbers, numbers_device
 from .plan import BucketCache
+from .step import Step
 
 
 def is_capturing(groups: list[dict[str, Any]]) -> bool:
@@ -54,12 +54,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     layout: StateLayout  # of the class
-    kernels: ClassVar[str]  # the folder of its step operator
+    op: ClassVar[Step]
     # Attributes that the formula depends on; torch's own pickling would lose them.
     kept_attributes: ClassVar[tuple[str, ...]] = ()
     bucket_class: ClassVar[type[Bucket]] = Bucket
-    held_ops: ClassVar[HeldOps | None] = None  # of the step operator, if it can hold lists
-    writing_ops: ClassVar[tuple[Callable[..., None], ...]] = ()  # which write to gradients, too
     # A group's option without which its states lack the last of the layout's moments.
     switch: ClassVar[str | None] = None
 
@@ -72,7 +70,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     master_weights = False
     stochastic_rounding = False  # whether bfloat16 parameters are rounded by chance
     _overflow_buffer: Tensor | None = None
-    _doubtful: Sequence[dict[str, Any]] = ()  # during a step: see check_numbers
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if isinstance(params, torch.nn.Module) and not hasattr(params, "__iter__"):
@@ -86,13 +83,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._step_supports_amp_scaling = self.capturable
         super().__init__(params, defaults)
 
-    # What a subclass supplies.
-
-    def step_bucket(self, bucket: Bucket, numbers: StepNumbers) -> None:
-        """Update the parameters of one bucket: hand the operator what it takes after its lists."""
-        raise NotImplementedError
-
     # What a subclass may change.
+
+    def arguments(self, bucket: Bucket) -> dict[str, Any]:
+        """The numbers of a bucket's step, by the names in its operator's schema."""
+        group, count, lr = bucket.group, bucket.step_tensor, bucket.group["lr"]
+        numbers = {**group, **self.op.unset}  # groups may have keys of a user's own
+        if "betas" in self.defaults:
+            numbers["beta1"], numbers["beta2"] = group["betas"]
+        if self.capturable:
+            numbers.update(device_numbers(self, bucket))
+            return numbers
+        if (
+            self.reads_device_lr
+            and isinstance(lr, Tensor)
+            and lr.is_cuda
+            and lr.dtype == torch.float32
+        ):
+            numbers["lr"], numbers["device_lr"] = 0.0, lr
+        else:
+            numbers["lr"] = float(lr)
+        numbers["step"] = 1 + (bucket.count if count is None else int(count))
+        return numbers
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for the first hyper-parameter of a group that is out of range."""
@@ -195,13 +207,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self.stochastic_rounding:
                 check_rounded(self.layout.optimizer, params)
                 check_seed(self.layout.optimizer, group)
-            require_kernels(self.layout.optimizer, self.kernels, params)
+            require_kernels(self.layout.optimizer, self.op.folder, params)
         except (TypeError, ValueError, RuntimeError):
             del self.param_groups[before:]
             raise
         if self.capturable and not isinstance(group["lr"], Tensor):
-            device = numbers_device(group)
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+            with outside_inference_mode():  # a captured step's lr is written to
+                lr, device = float(group["lr"]), numbers_device(group)
+                group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set them to None, or to zero.
@@ -262,12 +275,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 FusedOptimizer.update_params(self)
             return
         cache, is_grad_enabled = self._buckets, torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # as a decorator it would take ten calls
+        torch._C._set_grad_enabled(False)  # as a decorator it would take ten calls
         try:
             is_counted = self.stochastic_rounding or not self.replayable
             if is_counted and not self.capturable and is_capturing(self.param_groups):
                 self._refuse_capture()
-            self._doubtful = check_numbers(self.layout.optimizer, self.param_groups)
+            check_numbers(self.layout.optimizer, self.param_groups)
             buckets = cache.collect(self)
             try:
                 self.step_buckets(buckets)
@@ -281,7 +294,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
         finally:
             cache.drop()
-            torch.set_grad_enabled(is_grad_enabled)
+            torch._C._set_grad_enabled(is_grad_enabled)
 
     def _refuse_capture(self) -> None:
         """Raise RuntimeError: a graph would repeat this step's number in every replay."""
@@ -296,26 +309,24 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step_buckets(self, buckets: list[Bucket]) -> None:
         """Update all parameters and count the step."""
-        if self._doubtful:  # first: a step that is refused changes nothing
-            refused = list(map(id, self._doubtful))
-            buckets = sorted(buckets, key=lambda bucket: id(bucket.group) not in refused)
-        for bucket in buckets:
-            lr, count = bucket.group["lr"], bucket.step_tensor
+        launches: list[tuple[Bucket, dict[str, Any], list[Any]]] = []
+        for bucket in buckets:  # what is missing in a group is missed before one is stepped
+            numbers, step = self.arguments(bucket), bucket.step
+            values = list(step.read(numbers))
+            for index in step.flags:
+                values[index] = bool(values[index])
+            if len(buckets) > 1:
+                step.check(values)
+            launches.append((bucket, numbers, values))
+        for bucket, numbers, values in launches:
+            bucket.run(values)
+            count = bucket.step_tensor
             if self.capturable:
-                numbers = StepNumbers.on_device(self, bucket)
-            else:  # written here, and into one object: calls would be a tenth of a step
-                numbers = self._buckets.numbers
-                numbers.step = 1 + (bucket.count if count is None else int(count))
-                is_read_there = self.reads_device_lr and isinstance(lr, Tensor) and lr.is_cuda
-                is_read_there = is_read_there and lr.dtype == torch.float32
-                numbers.lr, numbers.device_lr = (0.0, lr) if is_read_there else (float(lr), None)
-            self.step_bucket(bucket, numbers)
-            if self.capturable:
-                count.copy_(numbers.device_step)
+                count.copy_(numbers["device_step"])
             elif count is None:
-                bucket.count = numbers.step
+                bucket.count = numbers["step"]
             else:
-                count.fill_(numbers.step)
+                count.fill_(numbers["step"])
         if not self.layout.counts_group_steps:
             return
         # Groups without parameters or gradients count, too: other processes may have some, and

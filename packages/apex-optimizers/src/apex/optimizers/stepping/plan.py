@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .buckets import MASTER, Bucket, Members
 from .checks import check_dense, check_gradients, check_rounded, check_states
-from .numbers import StepNumbers
 from .sharding import placement_of
 
 _dtype_of = operator.attrgetter("dtype")
@@ -26,7 +25,6 @@ class BucketCache:
     def __init__(self) -> None:
         self._groups: list[_GroupBuckets | None] = []
         self.buckets: list[Bucket] = []  # of all groups
-        self.numbers = StepNumbers(0.0, 0)  # of the step of one bucket, unless it is capturable
         self._order = StateOrder()
         self._marks: dict[int, tuple[int, int]] = {}  # of parameters in buckets that were given up
         # Parameters in buckets that were made for this step, and their states from before.
