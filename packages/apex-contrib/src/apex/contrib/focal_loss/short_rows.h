@@ -8,6 +8,8 @@
 #include "apex/core/pack.h"
 #include "focal_loss.h"
 
+#if defined(APEX_CPU)
+
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
 
@@ -135,3 +137,5 @@ struct ShortRowsBackward : ShortRows<S, kSquared> {
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::contrib
+
+#endif
