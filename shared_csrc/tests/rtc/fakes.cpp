@@ -9,6 +9,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -235,9 +236,9 @@ std::string emulated(std::string text) {
 }
 
 int compile_for_host(Program& program, int count, const char** options) {
-  char folder[] = "/tmp/fake-nvrtc-XXXXXX";
-  if (mkdtemp(folder) == nullptr) return 6;
-  const std::string file = std::string(folder) + "/program";
+  std::string folder = std::filesystem::temp_directory_path() / "fake-nvrtc-XXXXXX";
+  if (mkdtemp(folder.data()) == nullptr) return 6;
+  const std::string file = folder + "/program";
   std::string command = compiler, architecture;
   for (int i = 0; i < count; ++i) {
     const std::string option = options[i];
@@ -255,8 +256,7 @@ int compile_for_host(Program& program, int count, const char** options) {
   const bool failed = std::system(command.c_str()) != 0;
   program.code = contents(file + ".so");
   program.log = contents(file + ".log");
-  for (const char* end : {".cpp", ".so", ".log"}) unlink((file + end).c_str());
-  rmdir(folder);
+  std::filesystem::remove_all(folder);
   return failed ? 6 : 0;
 }
 

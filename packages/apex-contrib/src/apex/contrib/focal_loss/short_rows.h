@@ -9,7 +9,6 @@
 #include "focal_loss.h"
 
 #if defined(APEX_CPU)
-
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
 
@@ -137,5 +136,4 @@ struct ShortRowsBackward : ShortRows<S, kSquared> {
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::contrib
-
 #endif
