@@ -138,12 +138,21 @@ def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("how", ["a file is there", "full", "writable for all", "no home"])
+def no_writing(*_):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+UNUSABLE = ["a file is there", "full", "read-only", "writable for all", "no home"]
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
 def test_kernels_run_where_none_can_be_kept(cache, open_drawn, monkeypatch, caplog, how):
     if how == "a file is there":
         cache.write_text("")
     elif how == "full":
         monkeypatch.setattr(os, "replace", no_space)
+    elif how == "read-only":
+        monkeypatch.setattr(trust, "make_private_folder", no_writing)
     elif how == "no home":
         for name in ("APEX_CACHE_DIR", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
