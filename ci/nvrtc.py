@@ -35,7 +35,7 @@ from native.build import build, find_ops  # noqa: E402
 from native.errors import BuildError  # noqa: E402
 from native.targets import Target  # noqa: E402
 
-from ci import costs, dirty, evidence, ptxas  # noqa: E402
+from ci import costs, dirty, evidence, ptxas, sass  # noqa: E402
 from ci.cover import LOT, SMALL_LOT  # noqa: E402
 from ci.kernels import worth_reading  # noqa: E402
 from ci.workspace import MATRIX, leading_ops, ops, wheel  # noqa: E402
@@ -189,6 +189,10 @@ def compile_all(compiler, arch: str, units: list[Unit], compiled: dict | None = 
             return [f"NVRTC {compiler} for {arch}, {unit.name}: {error}"]
         if not symbol or not image.startswith(b"\x7fELF"):
             return [f"{name}: gave no machine code"]
+        counted = sass.parameter_bytes(image, symbol)
+        if counted != kernel.parameter_bytes:
+            given = f"{kernel.parameter_bytes} bytes of parameters"
+            return [f"{name}: the driver copies {counted} bytes, and the host gives {given}"]
         if compiled is not None:
             compiled[id(kernel)] = symbol, image, said
         return [f"NVRTC {compiler}, {unit.name}: {line}" for line in worth_reading(said)]

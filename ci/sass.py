@@ -16,6 +16,7 @@ from ci import ptxas
 
 _PLACE = re.compile(r"\s*/\*([0-9a-f]+)\*/ ")
 _INSTRUCTION_BYTES = 16
+_CBANK_PARAM_SIZE, _SIZED = 0x19, 4  # an attribute of .nv.info, and the form that has more bytes
 # Global memory only, but for LD and ST, which may also mean shared memory that was staged. Local
 # (LDL, STL) and shared (LDS, STS) accesses do not count.
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(.*?);", re.MULTILINE)
@@ -65,15 +66,30 @@ class HotLoop:
 
 
 def code_of(image: bytes, symbol: str) -> bytes:
-    """Return the instructions of a kernel: a section of an ELF file for 64 bits."""
+    """Return the instructions of a kernel."""
+    return _section(image, f".text.{symbol}")
+
+
+def parameter_bytes(image: bytes, symbol: str) -> int:
+    """Return how many bytes of parameters a driver copies for a kernel of an ELF file."""
+    info, at = _section(image, f".nv.info.{symbol}"), 0
+    while at < len(info):
+        form, attribute, value = struct.unpack_from("<BBH", info, at)
+        if attribute == _CBANK_PARAM_SIZE:
+            return value
+        at += 4 + (value if form == _SIZED else 0)
+    raise ValueError(f"the machine code does not say what parameters {symbol} has")
+
+
+def _section(image: bytes, wanted: str) -> bytes:
+    """Return a section of an ELF file for 64 bits."""
     (start,) = struct.unpack_from("<Q", image, 40)
     size, count, of_names = struct.unpack_from("<HHH", image, 58)
     sections = [struct.unpack_from("<IIQQQQ", image, start + size * i) for i in range(count)]
-    wanted = f".text.{symbol}\0".encode()
     for name, *_, offset, length in sections:
-        if image.startswith(wanted, sections[of_names][4] + name):
+        if image.startswith(f"{wanted}\0".encode(), sections[of_names][4] + name):
             return image[offset : offset + length]
-    raise ValueError(f"the machine code has no kernel {symbol}")
+    raise ValueError(f"the machine code has no {wanted}")
 
 
 def disassemble(codes: list[bytes], arch: str) -> list[str]:

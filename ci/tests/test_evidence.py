@@ -167,22 +167,31 @@ def test_a_number_of_the_table_that_differs_is_a_complaint(judge, monkeypatch):
     assert json.loads(evidence.MACHINE_CODE.read_text()) == op["costs"]
 
 
-def elf(symbol, code):
-    """Return an ELF file of two sections: names, and the instructions of a kernel."""
-    names = f"\0.shstrtab\0.text.{symbol}\0".encode()
+def elf(section, content):
+    """Return an ELF file of two sections: names, and another one."""
+    names = f"\0.shstrtab\0{section}\0".encode()
     header = b"\x7fELF".ljust(40, b"\0") + struct.pack("<QIHHHHHH", 64, 0, 64, 0, 0, 64, 3, 1)
-    places = [(0, 0, 0), (1, 256, len(names)), (11, 256 + len(names), len(code))]
+    places = [(0, 0, 0), (1, 256, len(names)), (11, 256 + len(names), len(content))]
     sections = [
         struct.pack("<IIQQQQ", n, 1, 0, 0, at, size).ljust(64, b"\0") for n, at, size in places
     ]
-    return header + b"".join(sections) + names + code
+    return header + b"".join(sections) + names + content
 
 
 def test_instructions_are_a_section_of_the_machine_code():
-    image = elf("kernel", b"instructions")
+    image = elf(".text.kernel", b"instructions")
     assert sass.code_of(image, "kernel") == b"instructions"
-    with pytest.raises(ValueError, match="no kernel kern"):
+    with pytest.raises(ValueError, match=r"no \.text\.kern$"):
         sass.code_of(image, "kern")
+
+
+def test_bytes_of_parameters_are_an_attribute_of_the_machine_code():
+    register_count = bytes([4, 0x2F, 8, 0]) + struct.pack("<IBBH", 7, 3, 0x19, 999)
+    size = struct.pack("<BBH", 3, 0x19, 3728)
+    image = elf(".nv.info.kernel", register_count + size)
+    assert sass.parameter_bytes(image, "kernel") == 3728
+    with pytest.raises(ValueError, match="does not say what parameters kernel has"):
+        sass.parameter_bytes(elf(".nv.info.kernel", register_count), "kernel")
 
 
 NVDISASM = """#!/bin/sh
@@ -222,7 +231,10 @@ def test_what_the_kernels_of_a_source_take(monkeypatch):
     monkeypatch.setattr(sass, "disassemble", lambda codes, arch: [SASS for _ in codes])
     launched = {("other", SCALE): {"block": 256, "shared": 0}}
     said = LOGS["multi_tensor_scale"]
-    compiled = [(symbols[0], elf(symbols[0], b""), said), (symbols[1], elf(symbols[1], b""), "")]
+    compiled = [
+        (symbols[0], elf(f".text.{symbols[0]}", b""), said),
+        (symbols[1], elf(f".text.{symbols[1]}", b""), ""),
+    ]
     found = evidence.of_unit(
         "multi_tensor_scale", compiled, ["multi_tensor_scale", "other"], launched
     )

@@ -9,6 +9,7 @@ import pytest
 from ci import costs, nvrtc
 
 GOOD, BAD, EMPTY = "apex::cuda::good", "apex::cuda::bad", "apex::cuda::empty"
+PARAMETER_BYTES = 56
 
 
 class FakeNvrtc:
@@ -35,11 +36,13 @@ def named(monkeypatch):
         nvrtc.rtc, "program", lambda kernel, folders, arch: (kernel.name, "program", [arch])
     )
     monkeypatch.setattr(nvrtc, "short_name", lambda kernel: kernel.name)
+    monkeypatch.setattr(nvrtc.sass, "parameter_bytes", lambda image, symbol: PARAMETER_BYTES)
     return program
 
 
 def unit(*names, op="my_op"):
-    kernels = [SimpleNamespace(name=name, unit=op.encode()) for name in names]
+    facts = {"unit": op.encode(), "parameter_bytes": PARAMETER_BYTES}
+    kernels = [SimpleNamespace(name=name, **facts) for name in names]
     return nvrtc.Unit("apex-contrib", op, kernels, {"my_op": None, "other": None})
 
 
@@ -61,6 +64,12 @@ def test_no_code_and_warnings_are_complaints():
     compiler.said = "op.h(9): warning #177-D: never referenced\nptxas info    : 0 bytes gmem"
     (complaint,) = nvrtc.compile_all(compiler, "sm_90", [unit(GOOD)])
     assert complaint == f"NVRTC 12.6, my_op: {compiler.said.splitlines()[0]}"
+
+
+def test_parameters_of_another_size_are_a_complaint(monkeypatch):
+    monkeypatch.setattr(nvrtc.sass, "parameter_bytes", lambda image, symbol: 60)
+    (complaint,) = nvrtc.compile_all(FakeNvrtc("12.6"), "sm_90", [unit(GOOD)])
+    assert complaint.endswith("copies 60 bytes, and the host gives 56 bytes of parameters")
 
 
 def test_a_kernel_without_a_name_is_a_complaint(monkeypatch, named):

@@ -36,7 +36,15 @@ def on_nvidia_gpus(library: OpLibrary) -> str | None:
         count = len(list(jit.cache_folder().glob("nvrtc-*/*.kernel")))
     except BuildError:
         count = 0
-    return f"{how}; {count} kernels of NVRTC in the cache"
+    return f"{how}; {count} kernels of NVRTC in the cache; {_driver()}"
+
+
+def _driver() -> str:
+    try:
+        major, rest = divmod(rtc.driver().version(), 1000)
+    except BuildError as error:
+        return str(error).removesuffix(".")
+    return f"libcuda.so.1 of CUDA {major}.{rest // 10}"
 
 
 def listed_for_cuda() -> tuple[str, ...]:

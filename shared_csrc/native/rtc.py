@@ -87,6 +87,8 @@ class _Connection(ctypes.Structure):
         ("launch_as", ctypes.c_void_p),
         ("takes_dependent_launches", _Asked),
         ("takes_long_parameters", _Asked),
+        ("takes_clusters", _Asked),
+        ("set_attribute", ctypes.c_void_p),
     )
 
 
@@ -369,6 +371,7 @@ def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
             connection.launch = driver().address("cuLaunchKernel")
             connection.launch_as = driver().address("cuLaunchKernelEx")
             connection.describe = driver().address("cuGetErrorString")
+            connection.set_attribute = driver().address("cuKernelSetAttribute")
             return 0
         except BaseException as error:  # C++ raises it
             text = f"{kernel.contents.unit.decode()}: {error}".encode()[: size - 1]
@@ -383,6 +386,8 @@ def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
         None,
         _Asked(takes_dependent_launches),
         _Asked(takes_long_parameters),
+        _Asked(takes_clusters),
+        None,
     )
     _connections.append(connection)
     library.apex_rtc_connect(ctypes.byref(connection))
@@ -402,6 +407,14 @@ def takes_dependent_launches(device: int) -> bool:
     That is from CUDA 12.3 and compute capability 9.0 on.
     """
     return _has(device, 12030, (9, 0))
+
+
+def takes_clusters(device: int) -> bool:
+    """Whether blocks may be launched in clusters, which share their memory.
+
+    That is from CUDA 11.8 and compute capability 9.0 on.
+    """
+    return _has(device, 11080, (9, 0))
 
 
 def _has(device: int, cuda: int, capability: tuple[int, int]) -> bool:

@@ -77,8 +77,21 @@ def test_what_serves_nvidia_gpus(monkeypatch, tmp_path, cuda, libraries, expecte
     ops = OpLibrary("apex_doc", __file__)
     entries = [{"file": f"{b}.so", "backend": b, "archs": archs} for b, archs in libraries]
     monkeypatch.setattr(ops, "manifest", lambda: {"libraries": entries})
+    assert (doctor_rtc.on_nvidia_gpus(ops) or "").startswith(expected or "")
+    monkeypatch.setattr(doctor_rtc.rtc.Driver, "version", lambda self: 13020)
+    monkeypatch.setattr(doctor_rtc.rtc, "driver", lambda: object.__new__(doctor_rtc.rtc.Driver))
     said = doctor_rtc.on_nvidia_gpus(ops)
-    assert said == expected if expected is None else said.startswith(expected)
+    assert said is None if cuda is None else said.endswith("cache; libcuda.so.1 of CUDA 13.2")
+
+
+def test_no_driver(monkeypatch):
+    def missing():
+        raise doctor_rtc.BuildError("NVIDIA's driver cannot be loaded: no libcuda.so.1.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor_rtc.rtc, "driver", missing)
+    said = doctor_rtc.on_nvidia_gpus(OpLibrary("apex_doc", __file__))
+    assert said.endswith("in the cache; NVIDIA's driver cannot be loaded: no libcuda.so.1")
 
 
 @pytest.mark.parametrize(("nvcc", "cuda", "is_wrong"), [(13, "12.8", True), (12, "13.0", False)])

@@ -4,8 +4,6 @@ import ctypes
 import errno
 import logging
 import os
-import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,151 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawing import EXPECTED, HERE, SHARED, draw, forget
 
-HERE = Path(__file__).resolve().parent
-SHARED = HERE.parent.parent
-sys.path.insert(0, str(SHARED.parent))
-
-from shared_csrc.native import nvrtc, rtc, targets, toolchain, trust  # noqa: E402
-from shared_csrc.native.errors import BuildError  # noqa: E402
+from shared_csrc.native import nvrtc, rtc, trust
+from shared_csrc.native.errors import BuildError
 
 pytestmark = pytest.mark.builds
-COUNT, SLOPE, OFFSET = 40, 0.5, 3.25
-EXPECTED = [SLOPE * i + OFFSET for i in range(COUNT)]
-CAPABILITIES = {0: (9, 0), 1: (9, 0), 2: (12, 1), 3: (7, 0), 4: (6, 1), 5: (8, 0), 70: (9, 0)}
-
-
-@pytest.fixture(scope="session")
-def fakes(tmp_path_factory):
-    """The fake driver, which is found by its name from now on, and the path of the fake NVRTC."""
-    folder = tmp_path_factory.mktemp("fakes")
-    built = folder / "libcuda.so.1"
-    flags = ["-std=c++20", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    command = [*toolchain.find_cxx(), *flags, f"-Wl,-soname,{built.name}", str(HERE / "fakes.cpp")]
-    subprocess.run([*command, "-o", str(built)], check=True, timeout=300)
-    driver = ctypes.CDLL(str(built))
-    driver.fake_image.restype = driver.fake_symbol.restype = ctypes.c_char_p
-    return driver, built
-
-
-def built_drawn(folder, include=toolchain.INCLUDE):
-    """The library of an op: what the builder makes for cuda-rtc, but for torch."""
-    built = folder / "drawn.so"
-    flags = toolchain.compile_flags(targets.Target(toolchain.RTC))
-    flags = [flag.replace(str(toolchain.INCLUDE), str(include)) for flag in flags]
-    flags += [f"-I{include}", '-DAPEX_RTC_UNIT="drawn"', "-shared", "-Werror"]
-    command = [*toolchain.find_cxx(), *flags, str(HERE / "drawn" / "drawn.cpp"), "-o", str(built)]
-    subprocess.run(command, check=True, timeout=300)
-    return built
-
-
-@pytest.fixture(scope="session")
-def drawn(tmp_path_factory):
-    return built_drawn(tmp_path_factory.mktemp("drawn"))
-
-
-@pytest.fixture(scope="session")
-def dependent(tmp_path_factory):
-    """The same of headers that ask for dependent launches."""
-    folder = tmp_path_factory.mktemp("dependent")
-    shutil.copytree(toolchain.INCLUDE, include := folder / "include")
-    shapes = include / "apex" / "core" / "gpu_shapes.h"
-    text = shapes.read_text()
-    was = "bool kDependentLaunches = false;"
-    assert text.count(was) == 1
-    shapes.write_text(text.replace(was, was.replace("false", "true")))
-    return built_drawn(folder, include)
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch, fakes):
-    """An empty cache, in a process that has launched nothing yet."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("APEX_CACHE_DIR", str(folder))
-    monkeypatch.setenv("APEX_JIT", "1")
-    monkeypatch.setattr(rtc, "nvrtc", lambda: nvrtc.Nvrtc(fakes[1]))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", CAPABILITIES.get)
-    forget(monkeypatch)
-    return folder
-
-
-def forget(monkeypatch):
-    """Forget what this process has loaded, as another one would know nothing of it."""
-    for name, empty in (("_loaded", {}), ("_count", 0), ("_unusable", set())):
-        monkeypatch.setattr(rtc, name, empty)
-    rtc._headers.cache_clear()
-
-
-copies = iter(range(1000))
-
-
-@pytest.fixture
-def open_drawn(drawn, tmp_path):
-    """Return a function that opens a copy of the library, which knows no kernel yet."""
-
-    def opened(op_folder=HERE / "drawn", connects=True, built=drawn):
-        copy = tmp_path / f"copy{next(copies)}.so"
-        copy.write_bytes(built.read_bytes())
-        library = ctypes.CDLL(str(copy))
-        library.apex_draw.restype = ctypes.c_char_p
-        if connects:
-            rtc.connect(library, {"drawn": op_folder})
-        return library
-
-    return opened
-
-
-def draw(library, device=0, threads=64):
-    """Launch; return the result, or what was raised."""
-    y = (ctypes.c_float * COUNT)()
-    slope, offset = ctypes.c_float(SLOPE), ctypes.c_double(OFFSET)
-    said = library.apex_draw(device, threads, y, COUNT, slope, offset)
-    return said.decode() if said else list(y)
-
-
-def test_a_launch_has_the_kernels_parameters(cache, open_drawn, fakes):
-    assert draw(open_drawn()) == EXPECTED
-    assert fakes[0].fake_symbol() == b"_Z4drawIfEvPT_i4Line"
-
-
-@pytest.mark.parametrize(
-    ("newest", "device", "long"), [(12000, 0, 0), (12010, 0, 1), (13000, 3, 1), (13000, 4, 0)]
-)
-def test_driver_and_card_say_how_long_parameters_may_be(
-    cache, open_drawn, fakes, newest, device, long
-):
-    fakes[0].fake_version(newest)
-    library = open_drawn()
-    assert library.apex_takes_long_parameters(device) == long
-    fakes[0].fake_version(12000 if long else 13000)
-    assert library.apex_takes_long_parameters(device) == long  # it is asked once
-    fakes[0].fake_version(13000)
-
-
-@pytest.mark.parametrize(
-    ("newest", "device", "launches"), [(12020, 0, 0), (12030, 0, 1), (13000, 2, 1), (13000, 5, 0)]
-)
-def test_dependent_launches_where_driver_and_card_know_them(
-    cache, open_drawn, fakes, dependent, newest, device, launches
-):
-    fakes[0].fake_version(newest)
-    before = fakes[0].fake_dependent_launches()
-    assert draw(open_drawn(), device) == EXPECTED  # which does not ask for them
-    library = open_drawn(built=dependent)
-    assert draw(library, device) == EXPECTED
-    assert draw(library, device, threads=2048) == "invalid argument"
-    assert fakes[0].fake_dependent_launches() - before == launches
-    fakes[0].fake_version(13000)
-
-
-def test_every_kernel_waits_first():
-    """Else one that begins before its operands are written would read them."""
-    kernels = []
-    for file in [*toolchain.INCLUDE.rglob("*.h"), *SHARED.parent.glob("packages/**/*.h")]:
-        for text in file.read_text().replace("#define __global__", "").split("__global__")[1:]:
-            kernels.append(re.search(r"\)\s*\{\s*(.*?);", text, re.S)[1])
-    assert len(kernels) > 15
-    assert set(kernels) == {"wait_for_kernels_before()"}
 
 
 def test_a_kernel_is_compiled_and_loaded_once_for_cards_of_a_kind(cache, open_drawn, fakes):
@@ -201,40 +60,6 @@ def test_a_kernel_that_does_not_compile(cache, open_drawn, tmp_path):
         said = draw(library)
         assert said.startswith("drawn: NVRTC 13.7 did not compile apex::cuda::draw<float>: NVRTC_E")
         assert "error: no template draw" in said
-
-
-def test_a_launch_that_fails_is_told_once(cache, open_drawn):
-    library = open_drawn()
-    assert draw(library, threads=2048) == "invalid argument"
-    assert draw(library) == EXPECTED
-
-
-def test_what_the_driver_refuses(cache, fakes):
-    rtc.driver().enter(0)
-    with pytest.raises(
-        BuildError, match=r"^cuLibraryLoadData of NVIDIA's driver failed with 200: device kernel im"
-    ):
-        rtc.driver().load("symbol", b"another image\0")
-    assert fakes[0].fake_mode() == 0
-
-
-def test_loading_is_no_part_of_a_graph(cache, open_drawn, fakes):
-    draw(open_drawn())
-    assert fakes[0].fake_loads() == fakes[0].fake_loads_outside_of_graphs() > 0
-    assert fakes[0].fake_mode() == 0
-
-
-def test_threads_without_a_context_get_that_of_the_device(cache, open_drawn, fakes):
-    library, seen = open_drawn(), []
-
-    def in_thread(device):
-        seen.append((draw(library, device) == EXPECTED, fakes[0].fake_context()))
-
-    for device in (0, 0, 1):  # the second finds the kernel loaded, and its thread has no context
-        thread = threading.Thread(target=in_thread, args=(device,))
-        thread.start()
-        thread.join(60)
-    assert seen == [(True, 1), (True, 1), (True, 2)]
 
 
 def test_another_process_finds_it(cache, open_drawn, fakes, monkeypatch):
@@ -313,12 +138,21 @@ def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("how", ["a file is there", "full", "writable for all", "no home"])
+def no_writing(*_):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+UNUSABLE = ["a file is there", "full", "read-only", "writable for all", "no home"]
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
 def test_kernels_run_where_none_can_be_kept(cache, open_drawn, monkeypatch, caplog, how):
     if how == "a file is there":
         cache.write_text("")
     elif how == "full":
         monkeypatch.setattr(os, "replace", no_space)
+    elif how == "read-only":
+        monkeypatch.setattr(trust, "make_private_folder", no_writing)
     elif how == "no home":
         for name in ("APEX_CACHE_DIR", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
@@ -410,14 +244,14 @@ import sys; sys.path[:0] = [{str(SHARED.parent)!r}, {str(HERE)!r}]
 import ctypes, torch
 from pathlib import Path
 from shared_csrc.native import nvrtc, rtc
-import test_rtc
+import drawing
 ctypes.CDLL({str(fakes[1])!r})
 rtc.nvrtc = lambda: nvrtc.Nvrtc({str(fakes[1])!r})
-torch.cuda.get_device_capability = test_rtc.CAPABILITIES.get
+torch.cuda.get_device_capability = drawing.CAPABILITIES.get
 library = ctypes.CDLL({str(drawn)!r})
 library.apex_draw.restype = ctypes.c_char_p
 rtc.connect(library, {{"drawn": Path({str(HERE / "drawn")!r})}})
-assert test_rtc.draw(library) == test_rtc.EXPECTED
+assert drawing.draw(library) == drawing.EXPECTED
 """
     runs = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
     assert [run.wait(120) for run in runs] == [0] * 3

@@ -17,6 +17,11 @@
 #define APEX_CPU 1
 #endif
 
+// Kernels alone are compiled, at run time.
+#if defined(__CUDACC_RTC__) || defined(__HIPCC_RTC__)
+#define APEX_RTC 1
+#endif
+
 #if defined(APEX_GPU)
 #define APEX_HD __host__ __device__ __forceinline__
 #define APEX_DEVICE __device__ __forceinline__
@@ -60,9 +65,9 @@
 #define APEX_VECTORIZE_FEW
 #endif
 
-#if defined(__CUDACC_RTC__)
+#if defined(APEX_RTC)
 namespace apex {
-using gpu_stream = cudaStream_t;  // parts of the host's half that are read and not compiled name it
+using gpu_stream = void*;  // parts of the host's half that are read and not compiled name it
 }
 #elif defined(APEX_RTC_HOST)
 namespace apex {

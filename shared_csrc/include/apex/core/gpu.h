@@ -40,13 +40,16 @@ APEX_DEVICE void sync_lanes(unsigned lanes) {
 #endif
 }
 
-#if !defined(__CUDACC_RTC__)
-template <auto kernel, class... Arguments>
+#if !defined(APEX_RTC)
+// `cluster`: of as many blocks side by side, see apex/rtc/host.h.
+template <auto kernel, unsigned cluster = 1, class... Arguments>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, gpu_stream stream,
             const Arguments&... arguments) {
 #if defined(APEX_RTC_HOST)
-  RtcLaunch<kernel>::run(kDependentLaunches, grid, block, shared_bytes, stream, arguments...);
+  RtcLaunch<kernel>::run(kDependentLaunches, cluster, grid, block, shared_bytes, stream,
+                         arguments...);
 #else
+  static_assert(cluster == 1, "of kernels that NVRTC compiles alone");
   // clang-format off: it would put spaces into >>>
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   // clang-format on

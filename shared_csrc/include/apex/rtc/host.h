@@ -60,10 +60,7 @@ struct RtcKernel;
 // CUlaunchAttribute and CUlaunchConfig of the driver.
 struct RtcAttribute {
   int id;
-  union {
-    alignas(8) char bytes[64];
-    int number;
-  };
+  alignas(8) unsigned numbers[16];
 };
 struct RtcConfiguration {
   unsigned grid[3], block[3], shared_bytes;
@@ -90,6 +87,10 @@ struct RtcConnection {
   int (*takes_dependent_launches)(int device);
   // Whether a kernel may have 32,764 bytes of parameters instead of 4 KiB.
   int (*takes_long_parameters)(int device);
+  // Whether a kernel may be launched in clusters of blocks.
+  int (*takes_clusters)(int device);
+  // Sets what a kernel may take on a device.
+  int (*set_attribute)(int attribute, int value, void* kernel, int device);
 };
 
 inline std::atomic<const RtcConnection*> rtc_connected{nullptr};
@@ -128,7 +129,10 @@ inline namespace cuda {
 
 inline constexpr int kRtcDevices = 64;
 inline constexpr int kRtcInvalidContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
-inline constexpr int kRtcDependent = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+// CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+inline constexpr int kRtcCluster = 4, kRtcDependent = 6;
+inline constexpr int kRtcSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+inline constexpr size_t kRtcGrantedBytes = 48 * 1024;  // of it, without being asked for
 
 inline void* rtc_find(const RtcKernel& kernel) {
   char problem[4096] = "";
@@ -154,6 +158,7 @@ bool rtc_device_has() {
 inline bool rtc_takes_long_parameters() {
   return rtc_device_has<&RtcConnection::takes_long_parameters>();
 }
+inline bool rtc_takes_clusters() { return rtc_device_has<&RtcConnection::takes_clusters>(); }
 
 template <auto kernel>
 struct RtcLaunch;
@@ -168,9 +173,11 @@ struct RtcLaunch<kernel> {
     return bytes;
   }
 
-  // `dependent`: it need not wait for the kernel before it, where the device knows that.
-  static void run(bool dependent, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-                  Parameters... parameters) {
+  // `dependent`: it need not wait for the kernel before it, where the device knows that. `cluster`:
+  // of as many blocks along x, where `rtc_takes_clusters()`. Of shared memory, a launch may ask for
+  // as much as the card grants.
+  static void run(bool dependent, unsigned cluster, dim3 grid, dim3 block, size_t shared_bytes,
+                  cudaStream_t stream, Parameters... parameters) {
     static std::atomic<void*> kept[kRtcDevices];
     bool keeps = rtc_device < kRtcDevices;
     void* found = keeps ? kept[rtc_device].load(std::memory_order_acquire) : nullptr;
@@ -180,17 +187,26 @@ struct RtcLaunch<kernel> {
     }
     void* addresses[] = {&parameters..., nullptr};
     const auto bytes = static_cast<unsigned>(shared_bytes);
-    dependent = dependent && rtc_device_has<&RtcConnection::takes_dependent_launches>();
+    RtcAttribute attributes[2];
+    unsigned count = 0;
+    if (cluster > 1) attributes[count++] = {kRtcCluster, {cluster, 1, 1}};
+    if (dependent && rtc_device_has<&RtcConnection::takes_dependent_launches>()) {
+      attributes[count++] = {kRtcDependent, {1}};
+    }
     auto start = [&] {
-      if (!dependent) {
-        return rtc_connection().launch(found, grid.x, grid.y, grid.z, block.x, block.y, block.z,
-                                       bytes, stream, addresses, nullptr);
+      const RtcConnection& connection = rtc_connection();
+      if (shared_bytes > kRtcGrantedBytes) {
+        const int number = static_cast<int>(bytes);
+        const int error = connection.set_attribute(kRtcSharedBytes, number, found, rtc_device);
+        if (error != 0) return error;
       }
-      RtcAttribute serialization{kRtcDependent, {}};
-      serialization.number = 1;
+      if (count == 0) {
+        return connection.launch(found, grid.x, grid.y, grid.z, block.x, block.y, block.z, bytes,
+                                 stream, addresses, nullptr);
+      }
       const RtcConfiguration configuration{
-          {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, bytes, stream, &serialization, 1};
-      return rtc_connection().launch_as(&configuration, found, addresses, nullptr);
+          {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, bytes, stream, attributes, count};
+      return connection.launch_as(&configuration, found, addresses, nullptr);
     };
     rtc_error = start();
     if (rtc_error == kRtcInvalidContext) {

@@ -7,12 +7,14 @@ using int8_t = signed char;
 using uint8_t = unsigned char;
 using int16_t = short;
 using uint16_t = unsigned short;
+using intptr_t = long;
+using uintptr_t = unsigned long;
+
+#if !defined(__HIPCC_RTC__)  // HIPRTC has these
 using int32_t = int;
 using uint32_t = unsigned;
 using int64_t = long;
 using uint64_t = unsigned long;
-using intptr_t = long;
-using uintptr_t = unsigned long;
 
 struct __half {
   unsigned short x;
@@ -27,6 +29,7 @@ __device__ __forceinline__ __half __float2half_rn(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.x) : "f"(value));
   return half;
 }
+#endif
 
 namespace std {
 
@@ -68,6 +71,7 @@ using ::sin;
 using ::sqrt;
 using ::tanh;
 
+#if !defined(__HIPCC_RTC__)
 template <class T, T number>
 struct integral_constant {
   using type = integral_constant;
@@ -77,6 +81,17 @@ struct integral_constant {
 };
 using true_type = integral_constant<bool, true>;
 using false_type = integral_constant<bool, false>;
+template <bool, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  using type = T;
+};
+template <class A, class B>
+struct is_same : false_type {};
+template <class A>
+struct is_same<A, A> : true_type {};
+#endif
 
 template <bool, class A, class B>
 struct conditional {
@@ -89,12 +104,6 @@ struct conditional<false, A, B> {
 template <bool condition, class A, class B>
 using conditional_t = typename conditional<condition, A, B>::type;
 
-template <bool, class T = void>
-struct enable_if {};
-template <class T>
-struct enable_if<true, T> {
-  using type = T;
-};
 template <bool condition, class T = void>
 using enable_if_t = typename enable_if<condition, T>::type;
 template <class...>
@@ -104,8 +113,6 @@ template <class A, class B>
 inline constexpr bool is_same_v = false;
 template <class A>
 inline constexpr bool is_same_v<A, A> = true;
-template <class A, class B>
-struct is_same : integral_constant<bool, is_same_v<A, B>> {};
 template <class A, class B>
 concept same_as = is_same_v<A, B> && is_same_v<B, A>;
 
@@ -213,13 +220,13 @@ struct numeric_limits<unsigned> {
   static constexpr unsigned max() { return ~0u; }
 };
 template <>
-struct numeric_limits<long> {
-  static constexpr long min() { return -max() - 1; }
-  static constexpr long max() { return 0x7fffffffffffffffl; }
+struct numeric_limits<int64_t> {
+  static constexpr int64_t min() { return -max() - 1; }
+  static constexpr int64_t max() { return 0x7fffffffffffffffl; }
 };
 template <>
-struct numeric_limits<unsigned long> {
-  static constexpr unsigned long max() { return ~0ul; }
+struct numeric_limits<uint64_t> {
+  static constexpr uint64_t max() { return ~0ul; }
 };
 
 template <class A, class B>
@@ -235,6 +242,14 @@ struct vector {
   const T* data() const;
   T& operator[](size_t);
   const T& operator[](size_t) const;
+  const T* begin() const;
+  const T* end() const;
 };
+template <class From, class Count, class To>
+To copy_n(From from, Count count, To to);
+template <class To, class Count, class T>
+To fill_n(To to, Count count, const T& value);
+template <class T>
+void swap(T& a, T& b);
 
 }  // namespace std

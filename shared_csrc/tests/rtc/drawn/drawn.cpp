@@ -18,14 +18,16 @@ extern "C" {
 
 // Launches on a device; returns what is raised, or what the launch gave.
 __attribute__((visibility("default"))) const char* apex_draw(int device, unsigned threads, float* y,
-                                                             int count, float slope,
-                                                             double offset) {
+                                                             int count, float slope, double offset,
+                                                             size_t shared_bytes, int in_clusters) {
   using namespace apex;
   static thread_local std::string said;
   rtc_device = device;
   try {
-    launch<draw<float>>(dim3(1), dim3(threads), 0, reinterpret_cast<gpu_stream>(7), y, count,
-                        Line{slope, offset});
+    auto stream = reinterpret_cast<gpu_stream>(7);
+    auto start = in_clusters && rtc_takes_clusters() ? &launch<draw<float>, 4, float*, int, Line>
+                                                     : &launch<draw<float>, 1, float*, int, Line>;
+    start(dim3(4), dim3(threads), shared_bytes, stream, y, count, Line{slope, offset});
     gpu_error error = gpu_last_error();
     said = error == kGpuSuccess ? "" : gpu_error_string(error);
   } catch (const std::exception& error) {

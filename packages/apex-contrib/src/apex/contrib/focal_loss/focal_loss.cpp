@@ -6,9 +6,7 @@
 #include "apex/torch/dispatch.h"
 #include "apex/torch/library.h"
 #include "apex/torch/like.h"
-#if defined(APEX_CPU)
 #include "short_rows.h"
-#endif
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {

@@ -8,6 +8,7 @@
 #include "apex/core/pack.h"
 #include "focal_loss.h"
 
+#if defined(APEX_CPU)
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
 
@@ -135,3 +136,4 @@ struct ShortRowsBackward : ShortRows<S, kSquared> {
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex::contrib
+#endif
