@@ -147,6 +147,27 @@ def batch_norm(size: tuple, dtype: torch.dtype, device: str) -> Made:
     return made(apex, plain, (x.requires_grad_(), norm.weight, norm.bias, dy))
 
 
+def index_mul(size: tuple, dtype: torch.dtype, device: str) -> Made:
+    """Rows of one matrix times rows of another that repeat, and the gradients."""
+    from apex.contrib.index_mul_2d import index_mul_2d
+
+    picked, rows, columns = size
+    index = torch.randint(0, rows, (picked,), device=device)
+
+    def apex(in1, in2, dy):
+        y = index_mul_2d(in1, in2, index)
+        return y, *torch.autograd.grad(y, (in1, in2), dy)
+
+    def plain(in1, in2, dy):
+        y = in1[index] * in2
+        return y, *torch.autograd.grad(y, (in1, in2), dy)
+
+    in1, in2, dy = (
+        torch.randn(n, columns, device=device, dtype=dtype) for n in (rows, picked, picked)
+    )
+    return made(apex, plain, (in1.requires_grad_(), in2.requires_grad_(), dy))
+
+
 def adam(size: tuple, dtype: torch.dtype, device: str) -> Made:
     """A step of AdamW over a list, with moments of float32."""
     from apex.optimizers.fused_adam.ops import adam_step
@@ -204,6 +225,11 @@ IMAGES = {
     "32x64x56x56": (32, 64, 56, 56, torch.contiguous_format),
     "32x512x7x7 channels_last": (32, 512, 7, 7, LAST),
 }
+PICKS = {  # rows that are picked, of how many, and columns
+    "262144x16 of 1024": (262_144, 1024, 16),
+    "65536x256 of 16384": (65_536, 16_384, 256),
+    "4096x512 of 4096": (4096, 4096, 512),
+}
 LISTS = {"resnet50": (*RESNET50,), "2 x 10M": (10_000_000,) * 2, "400 x 1k": (1000,) * 400}
 SHORT_LISTS = {"3 tensors": (1030, 1, 64)}
 
@@ -218,6 +244,9 @@ KINDS = {
     ],
     "syncbn": [
         Kind("batch norm and gradients", batch_norm, IMAGES, {"2x5x3x3": (2, 5, 3, 3, LAST)}),
+    ],
+    "index_mul_2d": [
+        Kind("picked rows and gradients", index_mul, PICKS, {"9 of 4": (9, 4, 8)}),
     ],
     "fused_adam": [Kind("AdamW step", adam, LISTS, SHORT_LISTS)],
     "multi_tensor_l2norm": [Kind("norm of a list", l2norm, LISTS, SHORT_LISTS)],

@@ -180,6 +180,8 @@ KERNELS = {
     "column_packs": (of_tiles, TILES),
     "sample_sums": (of_tiles, TILES),
     "sample_rows": (of_tiles, TILES),
+    "split_rows": (of_tiles, TILES),
+    "tile_rows": (of_tiles, TILES),
     "colwise_merge": (of_merges, {"more splits"}),
     "foreach_kernel": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),
     "foreach_fold_chunks": (of_lists, MEMORY | {"several tensors", "several blocks of a tensor"}),

@@ -30,14 +30,15 @@ COPY = ROOT / ".nox" / "plants"
 # Engines that others consist of, or that have another name where ops call them.
 CALLS = {
     "rowwise": r"rowwise(_colwise|_segment_sum)?\(",
-    "colwise": r"(rowwise_)?colwise\(",
+    "colwise": r"(rowwise_)?colwise(_each)?\(",
+    "colwise_each": r"colwise_each\(",
     "segment_sum": r"(rowwise_)?segment_sum\(|cell_sums\(",
     "foreach": r"foreach<",
     "foreach_fold": r"foreach_fold<",
     "foreach_reduce": r"foreach_reduce<",
     "colwise_rowwise": r"colwise_rowwise\(",
     "samplewise": r"samplewise\(",
-    "tiles": r"(rowwise_)?colwise(_rowwise)?\(|moments_of_matrix\(",
+    "tiles": r"(rowwise_)?colwise(_rowwise|_each)?\(|columns_each\(|moments_of_matrix\(",
 }
 
 

@@ -18,7 +18,7 @@ SIZES = {  # rows, channels
     "tail": (400, 70),
     "wide": (15, 1100),
     "long": (40_001, 2),
-    **for_gpus(block=(5, 776)),
+    **for_gpus(block=(5, 776), splits=(637, 64)),
 }
 GRID = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 DTYPE = pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -168,6 +168,27 @@ def test_backward(size, dtype, device):
 
 
 @DTYPE
+@GRID
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+def test_gradients(relu, size, dtype, device):
+    dy, x, y = rows(size, dtype, device, 3)
+    y = y.relu() if relu else None
+    given = vectors(size[1], dtype, device, 3)
+
+    def reference(dy, x, mean, inv_std, weight):
+        dy = dy if y is None else torch.where(y <= 0, 0, dy)
+        sum_dy, sum_dy_xmu = dy.sum(0), (dy * (x - mean)).sum(0)
+        slope = inv_std**2 * sum_dy_xmu / len(x)
+        dx = (dy - sum_dy / len(x) - (x - mean) * slope) * weight * inv_std
+        return dx, sum_dy, sum_dy_xmu * inv_std
+
+    count = torch.tensor([len(x)], device=device)
+    masked, *actual = ops.gradients(dy, x, y, *given, count)
+    assert_as_accurate_as(reference, actual, dy, x, *given, ulps=ulps_of_sum(dtype))
+    assert torch.equal(masked, torch.where(y <= 0, 0, dy) if relu else dy.new_empty(0))
+
+
+@DTYPE
 def test_opcheck(dtype, device):
     dy, x, z = rows((6, 3), dtype, device, 3)
     mean, inv_std, weight, bias, sums = vectors(3, dtype, device, 5)
@@ -180,6 +201,7 @@ def test_opcheck(dtype, device):
     opcheck_samples(ops.forward, forward)
     opcheck_samples(ops.sums, [(dy, x, y, mean, inv_std) for y in (None, z)])
     opcheck_samples(ops.backward, [(dy, x, mean, inv_std, weight, sums, sums, count)])
+    opcheck_samples(ops.gradients, [(dy, x, y, mean, inv_std, weight, count) for y in (None, z)])
 
 
 def test_ops_refuse_what_would_be_unsafe(device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.multi_tensor_apply import multi_tensor_l2norm_scale
-from apex.multi_tensor_apply.multi_tensor_l2norm_scale import multi_tensor_scale_squares
+from apex.multi_tensor_apply.multi_tensor_l2norm_scale import multi_tensor_scale_norms
 from apex_testkit import FLOATS, SEVERAL_CHUNKS, assert_as_accurate_as
 from apex_testkit.grids import HALVES, LAYOUTS, channels_last
 from apex_testkit.opcheck import opcheck_samples
@@ -95,14 +95,14 @@ def test_does_not_depend_on_threads():
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(multi_tensor_scale_squares(xs, ys, 0.5))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+        results.append(multi_tensor_l2norm_scale(xs, ys, zero_flag("cpu"), 0.5, True))
+    for norms in zip(*results, strict=True):
+        assert all(torch.equal(norms[0], other) for other in norms[1:])
 
 
 def test_op_is_a_citizen_of_torch(device):
     xs, ys = make([5, 130], device), make([5, 130], device)
-    opcheck_samples(multi_tensor_scale_squares, [(xs, ys, 0.5)])
+    opcheck_samples(multi_tensor_scale_norms, [(xs, ys, zero_flag(device), 0.5, True)])
     compiled = torch.compile(lambda x, y, f: multi_tensor_l2norm_scale(x, y, f, 0.5, True))
     eager = multi_tensor_l2norm_scale(xs, ys, zero_flag(device), 0.5, True)
     for a, b in zip(compiled(xs, ys, zero_flag(device)), eager, strict=True):
@@ -114,8 +114,8 @@ def test_bad_lists(device):
     with pytest.raises(RuntimeError, match="at least one tensor"):
         multi_tensor_l2norm_scale([], [], zero_flag(device), 1.0)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        multi_tensor_scale_squares(xs, xs[::-1], 1.0)
+        multi_tensor_l2norm_scale(xs, xs[::-1], zero_flag(device), 1.0)
     with pytest.raises(RuntimeError, match="must have one dtype"):
-        multi_tensor_scale_squares([xs[0], xs[1].double()], xs, 1.0)
+        multi_tensor_l2norm_scale([xs[0], xs[1].double()], xs, zero_flag(device), 1.0)
     with pytest.raises(RuntimeError, match="outputs has 1 tensors"):
-        multi_tensor_scale_squares(xs, xs[:1], 1.0)
+        multi_tensor_l2norm_scale(xs, xs[:1], zero_flag(device), 1.0)

@@ -5,7 +5,7 @@ import torch
 
 from apex.multi_tensor_apply.multi_tensor_axpby import multi_tensor_axpby
 from apex.multi_tensor_apply.multi_tensor_l2norm import multi_tensor_l2norm
-from apex.multi_tensor_apply.multi_tensor_l2norm_scale import multi_tensor_scale_squares
+from apex.multi_tensor_apply.multi_tensor_l2norm_scale import multi_tensor_scale_norms
 from apex.multi_tensor_apply.multi_tensor_scale import multi_tensor_scale
 from apex.optimizers.fused_adagrad.ops import adagrad_step
 from apex.optimizers.fused_adam.ops import adam_step, adam_step_capturable
@@ -73,23 +73,24 @@ def l2norm(rng):
     (xs,) = lists_of(rng, rng.choice(FLOATS))
     args = {"inputs": xs, "flag": flag(), "per_tensor": rng.random() < 0.5}
 
-    def expected(a):
-        squares = torch.stack([x.square().sum() for x in a["inputs"]])
-        norms = squares.sqrt() if a["per_tensor"] else squares[:0]
-        return {"result": [squares.sum().sqrt(), norms]}
-
-    return Call(multi_tensor_l2norm, args, expected, ("flag",))
+    return Call(multi_tensor_l2norm, args, of_norms, ("flag",))
 
 
-def scale_squares(rng):
+def of_norms(a):
+    squares = torch.stack([x.square().sum() for x in a["inputs"]])
+    norms = squares.sqrt() if a["per_tensor"] else squares[:0]
+    return {"result": [squares.sum().sqrt(), norms]}
+
+
+def scale_norms(rng):
     xs, outs = lists_of(rng, rng.choice(FLOATS), rng.choice(FLOATS))
+    args = {"inputs": xs, "outputs": outs, "flag": flag(), "scale": 3.0}
+    args["per_tensor"] = rng.random() < 0.5
 
     def expected(a):
-        sums = torch.stack([x.square().sum() for x in a["inputs"]])
-        return {"outputs": [x * a["scale"] for x in a["inputs"]], "result": sums}
+        return {"outputs": [x * a["scale"] for x in a["inputs"]], **of_norms(a)}
 
-    args = {"inputs": xs, "outputs": outs, "scale": 3.0}
-    return Call(multi_tensor_scale_squares, args, expected, ("outputs",))
+    return Call(multi_tensor_scale_norms, args, expected, ("outputs", "flag"))
 
 
 def step_of(op, rng, moments, numbers, formula, unused=()):
@@ -242,7 +243,7 @@ def unchecked(rng):
     ])  # fmt: skip
 
 
-MAKERS = [scale, axpby, l2norm, scale_squares, adam, adagrad, sgd, lamb_second, unchecked]
+MAKERS = [scale, axpby, l2norm, scale_norms, adam, adagrad, sgd, lamb_second, unchecked]
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from apex.parallel import syncbn
+from apex.parallel.syncbn.ops import batchnorm_gradients
 from apex_testkit.accuracy import assert_as_accurate_as
 from apex_testkit.grids import FLOATS, for_gpus
 from apex_testkit.opcheck import opcheck_samples
@@ -18,7 +19,7 @@ SIZES = {
     "tall": (1185, 3, 5),
     "wide": (5, 1100, 3),
     "long": (2, 3, 20_001),
-    **for_gpus(block=(3, 2, 776), channels=(2, 776, 3)),
+    **for_gpus(block=(3, 2, 776), channels=(2, 776, 3), splits=(13, 64, 49), parts=(24, 9, 30)),
 }
 LAYOUTS = pytest.mark.parametrize("last", [False, True], ids=["channel_first", "channel_last"])
 GRID = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
@@ -269,6 +270,25 @@ def test_batchnorm_backward(size, dtype, last, device):
 
 @LAYOUTS
 @DTYPE
+@GRID
+def test_batchnorm_gradients(size, dtype, last, device):
+    dy, x = inputs(size, dtype, last, device, 2)
+    stats, n = vectors(size[1], dtype, device, 3), size[0] * size[2]
+
+    def reference(dy, x, mean, inv_std, weight):
+        centered = x - wide(mean, x, last)
+        sum_dy, sum_dy_xmu = dy.sum(axes(x, last)), (dy * centered).sum(axes(x, last))
+        shift, slope = wide(sum_dy / n, x, last), wide(inv_std**2 * sum_dy_xmu / n, x, last)
+        dx = (dy - shift - centered * slope) * wide(weight * inv_std, x, last)
+        return dx, sum_dy, sum_dy_xmu * inv_std
+
+    count = torch.tensor([n], device=device)
+    actual = batchnorm_gradients(dy, x, *stats, count, last)
+    assert_as_accurate_as(reference, actual, dy, x, *stats, ulps=ulps_of_sum(dtype))
+
+
+@LAYOUTS
+@DTYPE
 def test_opcheck(dtype, last, device):
     dy, x, z = inputs((2, 3, 5), dtype, last, device, 3)
     mean, inv_std, weight, bias, sums = vectors(3, dtype, device, 5)
@@ -284,6 +304,7 @@ def test_opcheck(dtype, last, device):
     opcheck_samples(
         syncbn.batchnorm_backward, [(dy, x, mean, inv_std, weight, sums, sums, count, last)]
     )
+    opcheck_samples(batchnorm_gradients, [(dy, x, mean, inv_std, weight, count, last)])
 
 
 def test_ops_refuse_what_would_be_unsafe(device):

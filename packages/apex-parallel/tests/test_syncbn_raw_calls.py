@@ -162,9 +162,34 @@ def backward(rng):
     return Call(ops.batchnorm_backward, args, expected)
 
 
+def gradients(rng):
+    x, channel_last, channels, (mean, inv_std, weight, _) = operands(rng)
+    args = {"grad_output": torch.randn(x.shape).to(x.dtype), "input": x, "mean": mean}
+    args |= {"inv_std": inv_std, "weight": weight}
+    args |= {"count": torch.tensor([max(x.numel() // channels, 1)]), "channel_last": channel_last}
+
+    def expected(a):
+        x, n = a["input"], a["count"]
+        if n.numel() != 1 or n < 0:
+            raise ValueError("must be refused")
+        columns(x, a["channel_last"])
+        mean, inv_std, weight = (
+            along(a[k], x, a["channel_last"]) for k in ("mean", "inv_std", "weight")
+        )
+        dy = a["grad_output"].reshape(x.shape)
+        sums = [columns(v, a["channel_last"]).sum(1) for v in (dy, dy * (x - mean))]
+        of_dy, of_xmu = (along(v, x, a["channel_last"]) for v in sums)
+        grad = (dy - of_dy / n - (x - mean) * inv_std**2 * of_xmu / n) * weight * inv_std
+        return {"result": [grad, sums[0], sums[1] * a["inv_std"].reshape(-1)]}
+
+    return Call(ops.batchnorm_gradients, args, expected)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_calls(seed):
-    counts = run_random_calls([mean_var, statistics, merge, forward, sums, backward], seed)
+    counts = run_random_calls(
+        [mean_var, statistics, merge, forward, sums, backward, gradients], seed
+    )
     assert counts["done"] > 0.2 * counts.total()
     assert counts["refused"] > 0.1 * counts.total()
 

@@ -43,6 +43,9 @@ inline constexpr int64_t kTileRows = 8;        // of a thread, at least
 inline constexpr int64_t kTileMostRows = 256;  // of a thread, at most: its sums are no doubles
 inline constexpr int64_t kTileBlocks = 768;    // that rows are divided for
 inline constexpr int64_t kTileSums = 512;      // of a group: fewer, each block adds up
+inline constexpr int64_t kTileSplits = 32;     // of a column: no more, each block adds up
+inline constexpr int64_t kTileEachRows = 2;    // of a thread that uses such sums, at least
+inline constexpr int64_t kRowParts = 32;       // of a channel's rows, or more of long ones: as well
 
 // Segments.
 inline constexpr int kSegmentThreads = 256;

@@ -114,6 +114,25 @@ void for_each_batch(const Context& context, const TensorTable& table, const Body
   for_each_batch_of<Short>(table, body);
 }
 
+// The first `count` numbers, kStride apart, combined in a fixed order by all threads of the calling
+// block, which load several before they use the first. 0 changes no result.
+template <int kStride, class Combine>
+APEX_DEVICE double combined_numbers(const double* numbers, int64_t count, const Combine& combine) {
+  constexpr int kStep = kForeachThreads * kStride;
+  const double* from = numbers + threadIdx.x * kStride;
+  double result = 0;
+#pragma unroll 1
+  for (int left = static_cast<int>(count) - static_cast<int>(threadIdx.x); left > 0;
+       left -= kRowLoads * kForeachThreads, from += kRowLoads * kStep) {
+    double own[kRowLoads];
+#pragma unroll
+    for (int u = 0; u < kRowLoads; ++u) own[u] = u * kForeachThreads < left ? from[u * kStep] : 0;
+#pragma unroll
+    for (int u = 0; u < kRowLoads; ++u) result = combine(result, own[u]);
+  }
+  return reduce_row(result, combine);
+}
+
 // Partial results of a table's blocks, `stride` numbers each, in memory of the device: those of all
 // batches, so that one launch after the last of them combines all.
 template <int64_t kBlockElements>
@@ -149,14 +168,10 @@ class Partials {
   }
 
   // The k-th results of a tensor, combined in a fixed order by all threads of the calling block.
-  template <class Combine>
+  template <int kStride, class Combine>
   APEX_DEVICE double combined(int64_t tensor, int k, const Combine& combine) const {
-    const int64_t begin = starts_[tensor], end = starts_[tensor + 1];
-    double result = 0;
-    for (int64_t block = begin + threadIdx.x; block < end; block += kForeachThreads) {
-      result = combine(result, partials_[block * stride_ + k]);
-    }
-    return reduce_row(result, combine);
+    const int64_t begin = starts_[tensor], count = starts_[tensor + 1] - begin;
+    return combined_numbers<kStride>(partials_ + begin * kStride + k, count, combine);
   }
 
  private:

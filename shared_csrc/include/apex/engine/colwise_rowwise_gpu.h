@@ -17,11 +17,21 @@ struct SampleSums {
   int64_t splits, stride;
 
   APEX_DEVICE Array<double, Program::kSums> sums(int64_t column) const {
-    Array<double, Program::kSums> total{};
-#pragma unroll 4
-    for (int64_t split = 0; split < splits; ++split) {
-      for (int n = 0; n < Program::kSums; ++n) {
-        total[n] += static_cast<double>(partials[(split * Program::kSums + n) * stride + column]);
+    constexpr int kSums = Program::kSums, kTogether = kRowLoads / kSums;
+    Array<double, kSums> total{};
+#pragma unroll 1
+    for (int64_t first = 0; first < splits; first += kTogether) {
+      T own[kTogether][kSums];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        for (int n = 0; n < kSums; ++n) {
+          const int64_t at = ((first + u) * kSums + n) * stride + column;
+          own[u][n] = first + u < splits ? partials[at] : T(0);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        for (int n = 0; n < kSums; ++n) total[n] += static_cast<double>(own[u][n]);
       }
     }
     return total;

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kForeachThreads)
   wait_for_kernels_before();
   if (skipped(functor)) return;
   for (int k = 0; k < K; ++k) {
-    double sum = partials.combined(blockIdx.x, k, FoldTerms<Own>{});
+    double sum = partials.template combined<K>(blockIdx.x, k, FoldTerms<Own>{});
     if (threadIdx.x == 0) sums[static_cast<int64_t>(blockIdx.x) * K + k] = sum;
   }
 }

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_tensors(Partials<kReduceChunk> partials, double* combined, R* per_tensor,
                            F functor) {
   wait_for_kernels_before();
-  double result = partials.combined(blockIdx.x, 0, Combine<F>{});
+  double result = partials.template combined<1>(blockIdx.x, 0, Combine<F>{});
   if (threadIdx.x != 0) return;
   combined[blockIdx.x] = result;
   per_tensor[blockIdx.x] = static_cast<R>(functor.finish(result));
@@ -77,11 +77,7 @@ template <class F, class R>
 __global__ void __launch_bounds__(kForeachThreads)
     foreach_reduce_total(int64_t count, const double* parts, R* total, F functor) {
   wait_for_kernels_before();
-  double result = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kForeachThreads) {
-    result = F::combine(result, parts[i]);
-  }
-  result = reduce_row(result, Combine<F>{});
+  const double result = combined_numbers<1>(parts, count, Combine<F>{});
   if (threadIdx.x != 0) return;
   *total = static_cast<R>(functor.finish(result));
   report(functor, result);

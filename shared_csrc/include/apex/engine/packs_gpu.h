@@ -128,6 +128,23 @@ constexpr int packs_under_way() {
   return packs;
 }
 
+template <class View>
+inline constexpr bool is_fixed_v = false;
+template <class S>
+inline constexpr bool is_fixed_v<FixedView<S>> = true;
+
+// How many rows a thread loads before it uses the first. Single elements take fewer registers than
+// packs: there are up to twice as many, or a half more where results take registers, too.
+template <int N, class... Views>
+constexpr int rows_under_way() {
+  const int loads = (0 + ... + (is_fixed_v<Views> ? 0 : loads_of<N, Views>()));
+  const bool is_written = (false || ... || Views::kWritten);
+  const int most = N > 1 ? kRowLoads : is_written ? 3 * kRowLoads / 2 : 2 * kRowLoads;
+  int rows = is_written ? most : kRowLoads;
+  while (rows > 1 && rows * loads > most) rows /= 2;
+  return rows;
+}
+
 // Whether packs of N elements may be loaded and stored at every multiple of N of this view.
 template <int N, class View>
 APEX_DEVICE bool view_aligned(const View& view) {
@@ -285,6 +302,63 @@ class Operands<T, N, kUnderWay, std::index_sequence<I...>, Views...>
     if constexpr (View::kWritten) store_view(aligned, view, offset, values);
   }
 };
+
+// Programs with several results take a third more registers where each way of loading has a loop.
+template <class... Views>
+inline constexpr bool kHasOneResult = (0 + ... + (Views::kWritten ? 1 : 0)) == 1;
+
+// The pack at `column` of runs `first`, `first + at_once` and so on of `count`. One loop for each
+// way of loading: loads would wait for each other behind a branch.
+template <class T, bool kAligned, int M, class Body, class... Views>
+APEX_DEVICE void walk_runs(int64_t column, int first, int at_once, int64_t count, const Body& body,
+                           const Views&... views) {
+  constexpr int kMost =
+      rows_under_way<M, Views...>() / 2;  // of more, programs of several loops spill
+  constexpr int kUnderWay = kAligned && kMost > 1 ? kMost : 1;
+  Operands<T, M, kUnderWay, std::index_sequence_for<Views...>, Views...> operands;
+  operands.load_fixed(kAligned, column, views...);
+#pragma unroll 1
+  for (int64_t run = first; run < count; run += at_once * kUnderWay) {
+    auto has = [&](int u) { return run + u * at_once < count; };
+    auto offset = [&](const auto& view, int u) {
+      return column + (run + u * at_once) * view.next_row;
+    };
+    operands.template load<kAligned>(has, offset, views...);
+    operands.use(kAligned, 0, has, offset, body, views...);
+  }
+}
+
+template <class T, int M, class Body, class... Views>
+APEX_DEVICE void packs_of_runs(bool aligned, int64_t column, int first, int at_once, int64_t count,
+                               const Body& body, const Views&... views) {
+  if (aligned) {
+    walk_runs<T, true, M>(column, first, at_once, count, body, views...);
+  } else {
+    walk_runs<T, false, M>(column, first, at_once, count, body, views...);
+  }
+}
+
+// What a thread of a row adds up of M vectors [count].
+template <class T, int M>
+APEX_DEVICE Array<double, M> sums_of_thread(int count, const Array<const T*, M>& vectors) {
+  constexpr int kUnderWay = kRowLoads / M;
+  const int threads = blockDim.x;
+  Array<double, M> total{};
+#pragma unroll 1
+  for (int first = threadIdx.x; first < count; first += kUnderWay * threads) {
+    T own[kUnderWay][M];
+#pragma unroll
+    for (int u = 0; u < kUnderWay; ++u) {
+      for (int m = 0; m < M; ++m) own[u][m] = vectors[m][min(first + u * threads, count - 1)];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnderWay; ++u) {
+      const bool has = first + u * threads < count;
+      for (int m = 0; m < M; ++m) total[m] += has ? static_cast<double>(own[u][m]) : 0.0;
+    }
+  }
+  return total;
+}
 
 }  // namespace APEX_BACKEND_NS
 }  // namespace apex

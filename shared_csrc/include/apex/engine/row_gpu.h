@@ -234,6 +234,12 @@ class Row {
     if (threadIdx.x == 0) f();
   }
 
+  // Sums of M vectors [count], in all threads of the row.
+  template <int M>
+  APEX_DEVICE Array<double, M> sum_vectors(int count, const Array<const T*, M>& vectors) const {
+    return reduce(sums_of_thread(count, vectors), Add{});
+  }
+
   // Writes the sums of the block's columns to partials [kSums, columns]. `exchange` has N numbers
   // for each thread.
   APEX_DEVICE void store_columns(T* partials, T* exchange) const {
@@ -398,7 +404,7 @@ class Row {
   // What fills no pack, at either end.
   template <int M, class Body, class... Views>
   APEX_DEVICE void rest(const Body& body, const Views&... views) const {
-    const Column head = smaller((begin_ + M - 1) & -M, end_);
+    const Column head = min((begin_ + M - 1) & -M, end_);
     const Column tail = (end_ & -M) > head ? end_ & -M : head;
 #pragma unroll 1
     for (int edge = 0; edge < 2; ++edge) {
@@ -408,8 +414,6 @@ class Row {
       for (Column column = from; column < to; ++column) single(body, column, views...);
     }
   }
-
-  static APEX_DEVICE Column smaller(Column a, Column b) { return a < b ? a : b; }
 
   template <class Body, class... Views>
   APEX_DEVICE void single(const Body& body, int64_t column, const Views&... views) const {
@@ -423,7 +427,7 @@ class Row {
   // Where a run is narrower than the row's threads, these share out the runs.
   template <class Body, class... Views>
   APEX_DEVICE void runs_of(int64_t count, const Body& body, const Views&... views) const {
-    constexpr int M = pack_of<Views...>(), kUnderWay = packs_under_way<M, kPacks, Views...>();
+    constexpr int M = pack_of<Views...>();
     const bool aligned = begin_ % M == 0 && (is_aligned_of_runs<M>(views) && ...);
     int lanes = 1;
     while (lanes < blockDim.x && static_cast<int64_t>(lanes) * M < end_ - begin_) lanes *= 2;
@@ -432,6 +436,11 @@ class Row {
 #pragma unroll 1
     for (int64_t column = begin_ + lane_of_run * M; column < end_; column += lanes * M) {
       if (column + M <= end_) {
+        if constexpr (kHasOneResult<Views...>) {
+          packs_of_runs<T, M>(aligned, column, first, at_once, count, body, views...);
+          continue;
+        }
+        constexpr int kUnderWay = packs_under_way<M, kPacks, Views...>();
         Operands<T, M, kUnderWay, std::index_sequence_for<Views...>, Views...> operands;
         operands.load_fixed(aligned, column, views...);
 #pragma unroll 1

@@ -141,10 +141,17 @@ __global__ void __launch_bounds__(kSegmentThreads)
   const int number = key > count ? 0 : static_cast<int>(key * rows + (is_row ? i : 0));
   int place = 0;
   for (int begin = 0; begin < rows; begin += 4 * kRankPacks) {
-    for (int k = threadIdx.x; k < 4 * kRankPacks; k += kSegmentThreads) {
-      const int row = begin + k;
-      packs[k / 4].values[k % 4] =
-          row < rows ? static_cast<int>(key_of(segment_of, row, count) * rows + row) : 0x7fffffff;
+    constexpr int kEach = 4 * kRankPacks / kSegmentThreads;
+    int64_t own[kEach];
+#pragma unroll
+    for (int u = 0; u < kEach; ++u) {
+      const int row = begin + u * kSegmentThreads + static_cast<int>(threadIdx.x);
+      own[u] = key_of(segment_of, min(row, rows - 1), count);
+    }
+#pragma unroll
+    for (int u = 0; u < kEach; ++u) {
+      const int k = u * kSegmentThreads + static_cast<int>(threadIdx.x), row = begin + k;
+      packs[k / 4].values[k % 4] = row < rows ? static_cast<int>(own[u] * rows + row) : 0x7fffffff;
     }
     __syncthreads();
     const int filled = min(kRankPacks, (rows - begin + 3) / 4);

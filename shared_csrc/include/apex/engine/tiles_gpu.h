@@ -45,11 +45,6 @@ APEX_DEVICE Array<T, N> convert_sums(const Array<S, N>& sums) {
   return result;
 }
 
-template <class View>
-inline constexpr bool is_fixed_v = false;
-template <class S>
-inline constexpr bool is_fixed_v<FixedView<S>> = true;
-
 // A functor for the rows that a thread has under way, from `first` on: the same for all, or one
 // that functor(index) makes for the row of this index, before the row is loaded.
 template <class F, class Rows>
@@ -69,15 +64,6 @@ struct RowFunctors<F, std::index_sequence<U...>> {
                             : last)...} {}
   APEX_DEVICE const OfRow& operator[](int u) const { return of_rows[u]; }
 };
-
-// How many rows a thread loads before it uses the first.
-template <int N, class... Views>
-constexpr int rows_under_way() {
-  const int loads = (0 + ... + (is_fixed_v<Views> ? 0 : loads_of<N, Views>()));
-  int rows = kRowLoads;
-  while (rows > 1 && rows * loads > kRowLoads) rows /= 2;
-  return rows;
-}
 
 // What a thread has of a matrix: a pack of columns of every `step`-th row. Its passes are loops
 // over these rows, of which several are loaded before the first is used; vectors are loaded once.
@@ -229,12 +215,14 @@ struct TileShape {
   int64_t rows_a_block;
   int tiles, packs;  // side by side; packs of each but the last
 
-  TileShape(int64_t rows, int64_t columns, int pack) : rows(rows), columns(columns) {
+  // `least`: rows that a thread has at least.
+  TileShape(int64_t rows, int64_t columns, int pack, int64_t least = kTileRows)
+      : rows(rows), columns(columns) {
     const int64_t all = columns / pack, of_tile = divide_up(all, divide_up(all, kTilePacks));
     packs = static_cast<int>(of_tile);
     tiles = static_cast<int>(divide_up(all, of_tile));
     const int64_t height = kTileThreads / of_tile, blocks = divide_up(kTileBlocks, tiles);
-    rows_a_block = std::clamp(divide_up(rows, blocks), height * kTileRows, height * kTileMostRows);
+    rows_a_block = std::clamp(divide_up(rows, blocks), height * least, height * kTileMostRows);
     rows_a_block = std::max(rows_a_block, divide_up(rows, 65535));
   }
 

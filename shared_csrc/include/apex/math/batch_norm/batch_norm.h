@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "apex/math/batch_norm/layout.h"
+#include "apex/math/batch_norm/statistics.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -25,6 +26,7 @@ template <class X, bool kChannelLast>
 struct BatchNormForward {
   using value_type = compute_t<X>;
   using storage_type = X;
+  using matrix_type = X;
   using T = value_type;
   static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
@@ -54,6 +56,7 @@ template <class X, bool kChannelLast>
 struct ReluBackward {
   using value_type = compute_t<X>;
   using storage_type = X;
+  using matrix_type = X;
   using T = value_type;
   static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
@@ -81,6 +84,7 @@ template <class X, bool kChannelLast>
 struct BatchNormBackward {
   using value_type = compute_t<X>;
   using storage_type = X;
+  using matrix_type = X;
   using T = value_type;
   static constexpr int kRowsAtOnce = kChannelLast ? 2 : 1;
 
@@ -91,16 +95,57 @@ struct BatchNormBackward {
   const X* x;                     // like dy
   X* dx;                          // like dy
 
+  // With the sums of these vectors.
+  APEX_HD BatchNormBackward with_sums(const ColumnVectors<T>& sums) const {
+    BatchNormBackward own = *this;
+    own.parameters[3] = sums[0];
+    own.parameters[4] = sums[1];
+    return own;
+  }
+
+  APEX_HD auto gradient() const {
+    T share = T(1) / static_cast<T>(*count);
+    return [=](T& dx, T mean, T inv_std, T weight, T sum_dy, T sum_dy_xmu, T dy, T x) {
+      T slope = inv_std * inv_std * sum_dy_xmu * share;
+      dx = (dy - sum_dy * share - (x - mean) * slope) * (weight * inv_std);
+    };
+  }
+
   template <class R>
   APEX_HD void row(R& row) const {
-    T share = T(1) / static_cast<T>(*count);
-    layout.each(
-        row, parameters,
-        [=](T& dx, T mean, T inv_std, T weight, T sum_dy, T sum_dy_xmu, T dy, T x) {
-          T slope = inv_std * inv_std * sum_dy_xmu * share;
-          dx = (dy - sum_dy * share - (x - mean) * slope) * (weight * inv_std);
+    layout.each(row, parameters, gradient(), row.out(dx), row.in(dy), row.in(x));
+  }
+};
+
+// The same of rows that are channels, whose sums are still those of parts: a GPU's row adds them
+// up, and the first of each channel stores the results.
+template <class X>
+struct BatchNormBackwardOfParts {
+  using value_type = compute_t<X>;
+  using storage_type = X;
+  using T = value_type;
+
+  BatchNormBackward<X, false> whole;
+  const T* part_dy;      // [channels, parts]
+  const T* part_dy_xmu;  // [channels, parts]
+  int parts;
+  GradStatistics<T> results;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    const int64_t channels = whole.layout.channels, channel = row.index() % channels;
+    const int64_t at = channel * parts;
+    const Array<double, 2> sums =
+        row.sum_vectors(parts, Array<const T*, 2>{part_dy + at, part_dy_xmu + at});
+    if (row.index() < channels) row.once([&] { results.store(channel, sums); });
+    const T mean = whole.parameters[0][channel], inv_std = whole.parameters[1][channel];
+    const T weight = whole.parameters[2][channel];
+    const T sum_dy = static_cast<T>(sums[0]), sum_dy_xmu = static_cast<T>(sums[1]);
+    row.each(
+        [=, gradient = whole.gradient()](T& dx, T dy, T x) {
+          gradient(dx, mean, inv_std, weight, sum_dy, sum_dy_xmu, dy, x);
         },
-        row.out(dx), row.in(dy), row.in(x));
+        row.out(whole.dx), row.in(whole.dy), row.in(whole.x));
   }
 };
 

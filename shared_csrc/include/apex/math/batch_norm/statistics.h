@@ -195,18 +195,21 @@ struct RowGradSums {
   const X* dy;    // [rows, columns]
   const X* x;     // [rows, columns]
   const T* mean;  // [channels]
-  T* sum_dy;      // [rows]
-  T* sum_dy_xmu;  // [rows]
+  T* sum_dy;      // [rows], of each channel side by side where there are `parts`
+  T* sum_dy_xmu;  // like sum_dy
   int64_t channels;
+  int64_t parts = 0;
 
   template <class R>
   APEX_HD void row(R& row) const {
-    T mu = mean[row.index() % channels];
+    const int64_t channel = row.index() % channels;
+    const int64_t at = parts > 0 ? channel * parts + row.index() / channels : row.index();
+    T mu = mean[channel];
     Array<T, 2> sums = row.template sums<2>(
         [=](T dy, T x) { return Array<T, 2>{{dy, dy * (x - mu)}}; }, row.in(dy), row.in(x));
     row.once([&] {
-      sum_dy[row.index()] = sums[0];
-      sum_dy_xmu[row.index()] = sums[1];
+      sum_dy[at] = sums[0];
+      sum_dy_xmu[at] = sums[1];
     });
   }
 };

@@ -126,3 +126,22 @@ def backward(
         Ioffe & Szegedy, *Batch Normalization*, 2015, section 3.
     """
     return torch.empty_like(x)
+
+
+@library.define(
+    "group_batch_norm_gradients(Tensor dy, Tensor x, Tensor? y, Tensor mean, Tensor inv_std, "
+    "Tensor weight, Tensor count)"
+    " -> (Tensor masked, Tensor dx, Tensor sum_dy, Tensor weight_grad)"
+)
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor,
+    count: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`backward` of what :func:`sums` has masked, with its sums, of which it gives two."""
+    masked = x.new_empty([0]) if y is None else torch.empty_like(x)
+    return masked, torch.empty_like(x), *(_statistics(x) for _ in range(2))

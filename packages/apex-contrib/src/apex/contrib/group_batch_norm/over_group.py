@@ -68,14 +68,16 @@ def _plain_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if count is None:  # constant statistics
         dx, masked, dweight, dbias = gradients(dy, x, weight, mean, inv_std, None, y, None)
     else:
-        masked, dbias, sum_dy_xmu, dweight = _run_sums(dy, x, y, mean, inv_std)
-        dx, masked = None, dy if y is None else masked
         if needs[0]:
-            dx = _run_backward(masked, x, mean, inv_std, weight, dbias, sum_dy_xmu, count)
+            masked, dx, dbias, dweight = _run_all(dy, x, y, mean, inv_std, weight, count)
+        else:
+            masked, dbias, _, dweight = ops.sums(dy, x, y, mean, inv_std)
+            dx = None
+        masked = dy if y is None else masked
     return dx, masked if needs[1] else None, dweight, dbias, None, None, None, None, None
 
 
-_run_forward, _run_sums, _run_backward = map(direct, (ops.forward, ops.sums, ops.backward))
+_run_forward, _run_all = direct(ops.forward), direct(ops.gradients)
 _apply_plain = apply_of("group batch norm", _plain_forward, _plain_backward, _Normalize.backward)
 """``_Normalize.apply`` of plain calls without a group."""
 
@@ -95,6 +97,9 @@ def gradients(
 
     ``count`` is None where the statistics are constants, ``y`` where there is no ReLU.
     """
+    if needs_x and count is not None and size_of(group) == 1:
+        masked, dx, sum_dy, weight_grad = ops.gradients(dy, x, y, mean, inv_std, weight, count)
+        return dx, dy if y is None else masked, weight_grad, sum_dy
     masked, sum_dy, sum_dy_xmu, weight_grad = ops.sums(dy, x, y, mean, inv_std)
     dz = dy if y is None else masked
     dx = None

@@ -9,26 +9,21 @@ from apex.optimizers._ops import library
 from apex.optimizers._shared.native.writes import call_counted
 from apex.optimizers.stepping.checks import describe
 
-__all__ = ["multi_tensor_l2norm_scale", "multi_tensor_scale_squares"]
+__all__ = ["multi_tensor_l2norm_scale", "multi_tensor_scale_norms"]
 
 
 @library.define(
-    "multi_tensor_scale_squares(Tensor[] inputs, Tensor(b!)[] outputs, float scale) -> Tensor"
+    "multi_tensor_scale_norms(Tensor[] inputs, Tensor(b!)[] outputs, Tensor(c!) flag, float scale, "
+    "bool per_tensor) -> (Tensor, Tensor)"
 )
-def multi_tensor_scale_squares(inputs: list[Tensor], outputs: list[Tensor], scale: float) -> Tensor:
-    """``outputs[i] = inputs[i] * scale``, and the sum of squares of each input.
-
-    Args:
-        inputs, outputs: as in :func:`apex.multi_tensor_apply.multi_tensor_scale`; at least one.
-
-    Returns:
-        ``sums`` [len(inputs)], float64: ``sums[i] = sum of inputs[i]**2``, added in chunks of
-        65,536 elements in a fixed order.
-
-    Raises:
-        RuntimeError: lists, dtypes, devices or layouts do not match; nothing is written then.
-    """
-    return inputs[0].new_empty(len(inputs), dtype=torch.float64)
+def multi_tensor_scale_norms(
+    inputs: list[Tensor], outputs: list[Tensor], flag: Tensor, scale: float, per_tensor: bool
+) -> tuple[Tensor, Tensor]:
+    """What :func:`multi_tensor_l2norm_scale` does. Squares are added in chunks of 65,536 elements,
+    in float64 and in a fixed order."""
+    dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+    norm = inputs[0].new_empty(1, dtype=dtype)
+    return norm, norm.new_empty(len(inputs) if per_tensor else 0)
 
 
 def multi_tensor_l2norm_scale(
@@ -57,12 +52,7 @@ def multi_tensor_l2norm_scale(
     if not inputs:
         raise RuntimeError("multi_tensor_l2norm_scale: inputs must hold at least one tensor.")
     _check_flag(flag, inputs[0])
-    squares = call_counted(multi_tensor_scale_squares, inputs, outputs, scale)
-    dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
-    total = squares.sum().reshape(1)
-    flag.masked_fill_(~total.isfinite().reshape(flag.shape), 1)
-    norms = squares.sqrt().to(dtype) if per_tensor else squares.new_empty(0, dtype=dtype)
-    return total.sqrt().to(dtype), norms
+    return call_counted(multi_tensor_scale_norms, inputs, outputs, flag, scale, per_tensor)
 
 
 def _check_flag(flag: Tensor, like: Tensor) -> None:

@@ -177,3 +177,22 @@ def batchnorm_backward(
         Ioffe & Szegedy, *Batch Normalization*, 2015, section 3.
     """
     return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@library.define(
+    "batchnorm_gradients(Tensor grad_output, Tensor input, Tensor mean, Tensor inv_std, "
+    "Tensor weight, Tensor count, bool channel_last)"
+    " -> (Tensor grad_input, Tensor sum_dy, Tensor weight_grad)"
+)
+def batchnorm_gradients(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    inv_std: Tensor,
+    weight: Tensor,
+    count: Tensor,
+    channel_last: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`batchnorm_backward` with the sums of :func:`reduce_bn`, of which it gives two."""
+    of_input = torch.empty_like(input, memory_format=torch.contiguous_format)
+    return of_input, *(_statistics(input, channel_last) for _ in range(2))

@@ -23,7 +23,13 @@ from .arrange import (
     arrangement_of,
     check_operands,
 )
-from .ops import batchnorm_backward, batchnorm_forward, reduce_bn, relu_bw
+from .ops import (
+    batchnorm_backward,
+    batchnorm_forward,
+    batchnorm_gradients,
+    reduce_bn,
+    relu_bw,
+)
 from .statistics import KERNELS, group_size
 
 
@@ -126,7 +132,7 @@ def _normalize(plain: int, ctx: Any, input: Tensor, z: Tensor | None, *rest: Any
 
 
 def _gradients(ctx: Any, dy: Tensor, plain: int = WITH_GRADIENT) -> tuple[Tensor | None, ...]:
-    run_sums, run_backward = _RUN_BACKWARD if plain else (reduce_bn, batchnorm_backward)
+    run_sums, run_all = _RUN_BACKWARD if plain else (reduce_bn, batchnorm_gradients)
     input, copy, weight, mean, inv_std, count, bias, added = ctx.saved_tensors
     layout, needs = ctx.layout, ctx.needs_input_grad
     moves, last = layout.moved or layout.flattened is not None, layout.channel_last
@@ -139,15 +145,15 @@ def _gradients(ctx: Any, dy: Tensor, plain: int = WITH_GRADIENT) -> tuple[Tensor
     if ctx.fuse_relu:
         b = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype).contiguous()
         dy = relu_bw(dy, x, added, mean, inv_std, w, b, last)
-    sum_dy, sum_dy_xmu, grad_weight = run_sums(dy, x, mean, inv_std, last)
     dx = grad_bias = None
-    if needs[0]:
-        sums = sum_dy, sum_dy_xmu
-        if count is None or ctx.ranks > 1:
-            dx = input_gradient(dy, x, mean, inv_std, w, *sums, count, ctx)
-        else:
-            dx = run_backward(dy, x, mean, inv_std, w, *sums, count, last)
-        dx = layout.restore(dx) if moves else dx
+    if needs[0] and count is not None and ctx.ranks == 1:
+        dx, sum_dy, grad_weight = run_all(dy, x, mean, inv_std, w, count, last)
+    else:
+        sum_dy, sum_dy_xmu, grad_weight = run_sums(dy, x, mean, inv_std, last)
+        if needs[0]:
+            dx = input_gradient(dy, x, mean, inv_std, w, sum_dy, sum_dy_xmu, count, ctx)
+    if dx is not None and moves:
+        dx = layout.restore(dx)
     grad_weight = grad_weight.to(weight.dtype) if needs[2] else None
     if needs[3]:
         grad_bias = sum_dy.to(ctx.bias_dtype)
@@ -156,7 +162,7 @@ def _gradients(ctx: Any, dy: Tensor, plain: int = WITH_GRADIENT) -> tuple[Tensor
 
 
 _run_forward = direct(batchnorm_forward)
-_RUN_BACKWARD = direct(reduce_bn), direct(batchnorm_backward)
+_RUN_BACKWARD = direct(reduce_bn), direct(batchnorm_gradients)
 apply_plain = apply_of(
     SyncBatchnormFunction.__name__,
     functools.partial(_normalize, WITH_GRADIENT),

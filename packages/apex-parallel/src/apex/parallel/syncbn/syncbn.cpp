@@ -1,9 +1,9 @@
 // Registers the ops of synchronised batch normalization: checks, types and launch; the mathematics
 // is in apex/math/batch_norm/.
+#include <algorithm>
 #include <tuple>
 
-#include "apex/engine/colwise.h"
-#include "apex/engine/rowwise.h"
+#include "apex/engine/colwise_each.h"
 #include "apex/math/batch_norm/batch_norm.h"
 #include "apex/math/batch_norm/parts.h"
 #include "apex/math/batch_norm/pivots.h"
@@ -73,7 +73,11 @@ void run_rows(const Shape& shape, Make&& make) {
       Program<X, kChannelLast> program{};
       program.layout.channels = shape.channels;
       make(program);
-      rowwise(context, shape.rows, shape.columns, program);
+      if constexpr (kChannelLast) {
+        columns_each(context, shape.rows, shape.columns, program);
+      } else {
+        rowwise(context, shape.rows, shape.columns, program);
+      }
     });
   });
 }
@@ -181,10 +185,12 @@ Tensor relu_bw(const Tensor& grad_output, const Tensor& input, const OptionalTen
   return masked;
 }
 
-std::tuple<Tensor, Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Tensor& input,
-                                             const Tensor& mean, const Tensor& inv_std,
-                                             bool channel_last) {
-  Shape shape = shape_of("reduce_bn", input, channel_last);
+using Sums =
+    std::tuple<Tensor, Tensor, Tensor>;  // of dy, of dy * (x - mean), the weight's gradient
+
+Sums sums_of(const Shape& shape, const Tensor& grad_output, const Tensor& mean,
+             const Tensor& inv_std) {
+  const Tensor& input = shape.x;
   shape.check_like_input({"grad_output", grad_output});
   Tensor sum_dy = shape.per_channel(), sum_dy_xmu = shape.per_channel();
   Tensor weight_grad = shape.per_channel();
@@ -229,24 +235,94 @@ std::tuple<Tensor, Tensor, Tensor> reduce_bn(const Tensor& grad_output, const Te
   return {sum_dy, sum_dy_xmu, weight_grad};
 }
 
-Tensor batchnorm_backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                          const Tensor& inv_std, const Tensor& weight, const Tensor& sum_dy,
-                          const Tensor& sum_dy_xmu, const Tensor& count, bool channel_last) {
-  Shape shape = shape_of("batchnorm_backward", input, channel_last);
-  shape.check_like_input({"grad_output", grad_output});
-  shape.check_counts(count, 1);
-  Tensor dx = empty_like(input, input.scalar_type());
-  run_rows<BatchNormBackward>(shape, [&]<class X, bool kLast>(BatchNormBackward<X, kLast>& p) {
+// What the input's gradient needs beside the sums.
+struct Gradient {
+  const Tensor &dy, &mean, &inv_std, &weight, &count;
+
+  void check(const Shape& shape) const {
+    shape.check_like_input({"grad_output", dy});
+    shape.check_counts(count, 1);
+  }
+  template <class X, bool kLast>
+  void set(BatchNormBackward<X, kLast>& p, const Shape& shape, const Tensor& sum_dy,
+           const Tensor& sum_dy_xmu, const Tensor& dx) const {
     using T = compute_t<X>;
+    p.layout.channels = shape.channels;
     p.parameters = {{shape.vector<T>("mean", mean), shape.vector<T>("inv_std", inv_std),
                      shape.vector<T>("weight", weight), shape.vector<T>("sum_dy", sum_dy),
                      shape.vector<T>("sum_dy_xmu", sum_dy_xmu)}};
     p.count = data<int64_t>(count, "count");
-    p.dy = data<X>(grad_output, "grad_output");
-    p.x = data<X>(input, "input");
+    p.dy = data<X>(dy, "grad_output");
+    p.x = data<X>(shape.x, shape.name_of_x);
     p.dx = data<X>(dx, "dx");
-  });
+  }
+};
+
+Tensor input_gradient(const Shape& shape, const Gradient& given, const Tensor& sum_dy,
+                      const Tensor& sum_dy_xmu) {
+  given.check(shape);
+  Tensor dx = empty_like(shape.x, shape.x.scalar_type());
+  run_rows<BatchNormBackward>(shape, [&](auto& p) { given.set(p, shape, sum_dy, sum_dy_xmu, dx); });
   return dx;
+}
+
+#if defined(APEX_GPU)
+// The sums and the input's gradient in two launches, where that is quicker.
+std::tuple<Tensor, Tensor, Tensor> gradients_of_rows(const Shape& shape, const Gradient& given) {
+  given.check(shape);
+  const int64_t rows = shape.channel_last ? 0 : shape.rows, batch = rows / shape.channels;
+  Tensor dx = empty_like(shape.x, shape.x.scalar_type()), parts = shape.statistics(2 * rows);
+  Tensor sum_dy = shape.per_channel(), sum_dy_xmu = shape.per_channel();
+  Tensor weight_grad = shape.per_channel();
+  Context context(shape.x);
+  dispatch_floating(shape.op, shape.x.scalar_type(), [&]<class X>() {
+    using T = compute_t<X>;
+    const GradStatistics<T> all{data<T>(sum_dy, "sum_dy"), data<T>(sum_dy_xmu, "sum_dy_xmu"),
+                                shape.vector<T>("inv_std", given.inv_std),
+                                data<T>(weight_grad, "weight_grad")};
+    if (shape.channel_last) {
+      BatchNormBackward<X, true> p;
+      given.set(p, shape, sum_dy, sum_dy_xmu, dx);
+      return colwise_each(context, shape.rows, shape.columns,
+                          ColumnGradSums<X>{p.dy, p.x, p.parameters[0], all}, p);
+    }
+    BatchNormBackward<X, false> p;
+    given.set(p, shape, sum_dy, sum_dy_xmu, dx);
+    T *a = data<T>(parts, "parts"), *b = a + rows;
+    rowwise(context, rows, shape.columns,
+            RowGradSums<X>{p.dy, p.x, p.parameters[0], a, b, shape.channels, batch});
+    rowwise(context, rows, shape.columns,
+            BatchNormBackwardOfParts<X>{p, a, b, static_cast<int>(batch), all});
+  });
+  return {dx, sum_dy, weight_grad};
+}
+#endif
+
+Sums reduce_bn(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+               const Tensor& inv_std, bool channel_last) {
+  return sums_of(shape_of("reduce_bn", input, channel_last), grad_output, mean, inv_std);
+}
+
+Tensor batchnorm_backward(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                          const Tensor& inv_std, const Tensor& weight, const Tensor& sum_dy,
+                          const Tensor& sum_dy_xmu, const Tensor& count, bool channel_last) {
+  return input_gradient(shape_of("batchnorm_backward", input, channel_last),
+                        {grad_output, mean, inv_std, weight, count}, sum_dy, sum_dy_xmu);
+}
+
+std::tuple<Tensor, Tensor, Tensor> batchnorm_gradients(const Tensor& grad_output,
+                                                       const Tensor& input, const Tensor& mean,
+                                                       const Tensor& inv_std, const Tensor& weight,
+                                                       const Tensor& count, bool channel_last) {
+  const Shape shape = shape_of("batchnorm_gradients", input, channel_last);
+  const Gradient given{grad_output, mean, inv_std, weight, count};
+#if defined(APEX_GPU)
+  const int64_t parts = shape.rows / shape.channels;  // of a channel, where channels are second
+  const bool has_few = parts > 0 && parts <= std::max(kRowParts, shape.columns / 4);
+  if (channel_last || has_few) return gradients_of_rows(shape, given);
+#endif
+  auto [sum_dy, sum_dy_xmu, weight_grad] = sums_of(shape, grad_output, mean, inv_std);
+  return {input_gradient(shape, given, sum_dy, sum_dy_xmu), sum_dy, weight_grad};
 }
 
 }  // namespace
@@ -259,6 +335,7 @@ APEX_KERNELS(apex_parallel, m) {
   m.impl("relu_bw", TORCH_BOX(&relu_bw));
   m.impl("reduce_bn", TORCH_BOX(&reduce_bn));
   m.impl("batchnorm_backward", TORCH_BOX(&batchnorm_backward));
+  m.impl("batchnorm_gradients", TORCH_BOX(&batchnorm_gradients));
 }
 
 }  // namespace APEX_BACKEND_NS
