@@ -1,5 +1,11 @@
-"""Cross entropy with label smoothing that reads the logits once in each direction."""
+"""Cross entropies with label smoothing: of logits, and of a head whose logits are never stored."""
 
+from .linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from .softmax_xentropy import SoftmaxCrossEntropyLoss, decompositions
 
-__all__ = ["SoftmaxCrossEntropyLoss", "decompositions"]
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "SoftmaxCrossEntropyLoss",
+    "decompositions",
+    "linear_cross_entropy",
+]
