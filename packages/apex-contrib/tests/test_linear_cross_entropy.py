@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from apex.contrib.linear_cross_entropy.ops import logit_gradients, logit_statistics
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
-from apex.contrib.xentropy.ops import logit_gradients, logit_statistics
 from apex_testkit import FLOATS, assert_as_accurate_as
 from apex_testkit.formulas import CHECKS, Case
 
@@ -159,7 +159,7 @@ def test_padding_none_counts_all(device):
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
 def test_float32_weight_beside_16_bits(half, device):
-    """Its gradient is a sum of products that is never rounded to 16 bits."""
+    """Its gradient is a sum in float32."""
     hidden, weight, labels, _ = operands(half, device, (64,))
     hidden, wide = hidden.requires_grad_(), weight.float().requires_grad_()
     for how in ({}, {"chunk_size": 16}, {"chunk_size": 16, "recompute": True}):
@@ -341,7 +341,7 @@ def test_label_without_a_class(device):
     hidden, weight, labels, _ = operands(torch.float32, device)
     labels[1, 1] = 50
     if torch.device(device).type == "cpu":
-        with pytest.raises(RuntimeError, match=r"labels\[.*\] is 50, but logits has 50 classes"):
+        with pytest.raises(RuntimeError, match=r"labels\[.*\] is 50, but there are 50 classes"):
             linear_cross_entropy(hidden, weight, labels)
     else:
         assert linear_cross_entropy(hidden, weight, labels).isnan()

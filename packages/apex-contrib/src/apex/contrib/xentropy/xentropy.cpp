@@ -6,7 +6,10 @@
 #include <tuple>
 
 #include "apex/engine/rowwise.h"
-#include "registration.h"
+#include "apex/torch/context.h"
+#include "apex/torch/dispatch.h"
+#include "apex/torch/library.h"
+#include "apex/torch/like.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
@@ -23,6 +26,28 @@ struct Operands {
   int64_t rows, columns, stride;
 };
 
+void check_vector(const char* op, const char* name, const Tensor& tensor, int64_t rows,
+                  const Tensor& logits) {
+  check_tensors(op, {{name, tensor}});
+  check(tensor.dim() == 1 && tensor.size(0) == rows && tensor.is_cpu() == logits.is_cpu() &&
+            tensor.get_device_index() == logits.get_device_index(),
+        op, ": ", name, " must have shape [", rows, "] and be on the device of logits; got ",
+        describe(tensor), ", logits is ", describe(logits), ".");
+}
+
+#if defined(APEX_CPU)
+void check_labels(const char* op, const Labels& labels, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t label = labels.at(row);
+    if (labels.is_class(label) || labels.is_padding(label)) continue;
+    fail(op, ": labels[", row, "] is ", label, ", but logits has ", labels.columns,
+         " classes: expected 0 to ", labels.columns - 1, ", or padding_idx.");
+  }
+}
+#else
+void check_labels(const char*, const Labels&, int64_t) {}  // would wait for the GPU
+#endif
+
 Operands operands(const char* op, const Tensor& logits, const Tensor& labels, double smoothing,
                   std::optional<int64_t> padding_idx) {
   check_tensors(op, {{"logits", logits}, {"labels", labels}});
@@ -31,7 +56,9 @@ Operands operands(const char* op, const Tensor& logits, const Tensor& labels, do
   check(logits.dim() == 2, op, ": logits must have shape [N, C], got ", describe(logits), ".");
   int64_t rows = logits.size(0), columns = logits.size(1);
   check(columns > 0, op, ": logits has no classes: ", describe(logits), ".");
-  check_labels_tensor(op, labels, rows, logits);
+  check(labels.scalar_type() == ScalarType::Long, op, ": labels must be int64, got ",
+        describe(labels), ".");
+  check_vector(op, "labels", labels, rows, logits);
   bool is_adjacent = columns == 1 || logits.stride(1) == 1;
   Operands o{
       is_adjacent ? logits : as_contiguous(logits), as_contiguous(labels), {}, rows, columns, 0};

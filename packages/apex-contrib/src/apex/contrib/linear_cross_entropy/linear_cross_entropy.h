@@ -11,12 +11,26 @@
 // section 2 (https://arxiv.org/abs/2408.00118).
 #pragma once
 
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
 #include "apex/math/quotient.h"
 #include "apex/math/softmax.h"
-#include "xentropy.h"
 
 namespace apex::contrib {
 inline namespace APEX_BACKEND_NS {
+
+// Labels [rows] of all ranks' classes, and the one of them that marks rows to be left out.
+struct ChunkLabels {
+  const int64_t* labels;
+  int64_t classes;
+  int64_t padding;
+
+  APEX_HD int64_t at(int64_t row) const { return labels[row]; }
+  APEX_HD bool is_padding(int64_t label) const { return label == padding; }
+  APEX_HD bool is_class(int64_t label) const { return label >= 0 && label < classes; }
+};
 
 // tanh(x), on the CPU as (1 - t) / (1 + t) with t = exp(-2 |x|), in which compilers make vectors of
 // the engine's loops. Where t is nearly 1 that loses digits: there, the power series up to x^9.
@@ -46,10 +60,9 @@ struct LogitStatistics {
 
   S* logits;  // [rows, columns]; capped in place
   T cap;
-  int64_t first;    // class of the first column
-  int64_t classes;  // of all ranks
-  Labels labels;    // [rows]
-  T* maxima;        // [rows], as all that follow
+  int64_t first;       // class of the first column
+  ChunkLabels labels;  // [rows]
+  T* maxima;           // [rows], as all that follow
   T* sums_exp;
   T* targets;  // the label's, 0 where it is another rank's
   T* means;    // sum / classes
@@ -71,7 +84,8 @@ struct LogitStatistics {
   APEX_HD void sums(R& row, int64_t label, const View& x) const {
     // A GPU cannot raise an error here: labels without a class give NaN.
     T target = labels.is_class(label) ? T(0) : std::numeric_limits<T>::quiet_NaN();
-    if (label >= first && label < first + row.columns()) target = convert<T>(logits[at(row, label)]);
+    if (label >= first && label < first + row.columns())
+      target = convert<T>(logits[at(row, label)]);
     store(row, sums_of_exponentials<T>(row, x, [](T x) { return x; }), target);
   }
 
@@ -86,7 +100,7 @@ struct LogitStatistics {
       maxima[row.index()] = sums[0];
       sums_exp[row.index()] = sums[1] + (sums[0] - sums[0]);  // NaN for inf, as in log_softmax
       targets[row.index()] = target;
-      means[row.index()] = sums[2] / static_cast<T>(classes);
+      means[row.index()] = sums[2] / static_cast<T>(labels.classes);
     });
   }
 };
@@ -102,8 +116,8 @@ struct LogitGradients {
   T smoothing;
   T uniform;  // smoothing / classes
   T z_loss;
-  Labels labels;         // [rows]
-  const T* maxima;       // [rows], of all ranks, as all that follow
+  ChunkLabels labels;  // [rows]
+  const T* maxima;     // [rows], of all ranks, as all that follow
   const T* sums_exp;
   const T* targets;
   const T* grad_losses;

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 from torch.nn import functional as F
@@ -14,216 +13,41 @@ from torch.nn import functional as F
 from .._shared.native.composed import Composed
 from .._shared.native.half_products import needs_float32
 from .._shared.native.operands import check_floating, is_autocast, statistics_dtype
-from .._shared.native.plain import plainness
 from .._shared.native.transforms import is_transformed
-from .ops import logit_gradients, logit_statistics
+from .chunks import NO_PADDING, Option, losses_of, walk
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
 _NAME = "linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
-_NO_PADDING = -(2**63)  # no label
-_FEWEST = 1024  # tokens of a chunk: the weight's gradient is read and written for each chunk
-_BLOCK = 1 << 25  # elements of the weight's gradient that are 16 bits wide at a time on a CPU
 
 
-class _Option(NamedTuple):
-    """All arguments that are no tensors; ``wanted``: gradients that the forward makes."""
-
-    smoothing: float
-    padding_idx: int
-    reduction: str
-    z_loss: float
-    softcap: float
-    chunk_size: int | None
-    recompute: bool
-    group: Any
-    wanted: tuple[bool, ...]
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the backward makes the gradients: only it knows those of single losses."""
-        return self.recompute or self.reduction == "none"
-
-
-class _Gradients:
-    """Gradients of hidden, weight and bias, to which each chunk of tokens adds; None: unwanted."""
-
-    def __init__(self, tensors: Sequence[Any], wanted: Sequence[bool], chunks: int) -> None:
-        hidden, weight, bias, _ = tensors
-        self.chunks, self.added, self.is_partial = chunks, 0, chunks > 1
-        wide = statistics_dtype(hidden.dtype)
-        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
-        self.dtype = weight.dtype
-        # One chunk is rounded once in any dtype.
-        self.weight = None
-        if wanted[1]:
-            dtype = wide if chunks > 1 else hidden.dtype
-            self.weight = torch.empty_like(weight, dtype=dtype)
-            if chunks == 0:
-                self.weight.zero_()
-        self.bias = torch.zeros_like(bias, dtype=wide) if wanted[2] else None
-
-    def add(self, dlogits: Tensor, rows: Tensor, place: Any, weight: Tensor) -> None:
-        """Add a chunk's, given the gradients of its logits and its rows of hidden."""
-        if self.hidden is not None:
-            self.hidden[place] = dlogits.mm(weight)
-        if self.weight is not None:
-            _add_product(self.weight, dlogits.t(), rows, is_first=self.added == 0)
-        if self.bias is not None:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
-        self.added += 1
-
-    def results(self, group: Any) -> list[Tensor | None]:
-        if self.hidden is not None and group is not None:
-            dist.all_reduce(self.hidden, group=group)
-        narrow = lambda sums: sums if sums is None else sums.to(self.dtype)
-        return [self.hidden, narrow(self.weight), narrow(self.bias)]
-
-
-def _add_product(sums: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """``sums += a @ b``, or its first value; sums of 16-bit products are taken in float32."""
-    beta = 0 if is_first else 1
-    if sums.dtype == b.dtype:
-        sums.addmm_(a, b, beta=beta)
-    elif b.is_cuda:
-        torch.addmm(sums, a, b, beta=beta, out_dtype=sums.dtype, out=sums)
-    else:
-        rows = max(1, _BLOCK // sums.shape[1])
-        for some, of_a in zip(sums.split(rows), a.split(rows), strict=True):
-            some.copy_(of_a.mm(b)) if is_first else some.add_(of_a.mm(b))
-
-
-def _classes(weight: Tensor, group: Any) -> tuple[int, int]:
-    """This rank's first class, and how many all ranks have."""
-    if group is None:
-        return 0, weight.shape[0]
-    own = torch.tensor([weight.shape[0]], device=weight.device)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    sizes = torch.cat(parts).tolist()
-    return sum(sizes[: dist.get_rank(group)]), sum(sizes)
-
-
-def _over_ranks(statistics: Sequence[Tensor], group: Any) -> Tensor:
-    """Statistics of a chunk, ``[4, rows]``: of the whole vocabulary, where ranks divide it."""
-    maxima, sums_exp, targets, means = statistics
-    if group is None:
-        return torch.stack((maxima, sums_exp, targets, means))
-    largest = maxima.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    sums = torch.stack((sums_exp * (maxima - largest).exp(), targets, means))
-    dist.all_reduce(sums, group=group)
-    return torch.cat((largest[None], sums))
-
-
-def _counted(option: _Option, labels: Tensor) -> Tensor | None:
-    """Places of the tokens that count; None: all do, or nobody may ask for their number."""
-    if option.padding_idx == _NO_PADDING or not plainness(labels) or labels.is_meta:
-        return None
-    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    places = (labels != option.padding_idx).nonzero()[:, 0]
-    return None if len(places) == len(labels) else places
-
-
-def _walk(
-    option: _Option,
-    tensors: Sequence[Any],
-    wanted: Sequence[bool],
-    grad_losses: Tensor,
-    statistics: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Statistics ``[4, N]`` of the tokens, unless they are given, and the gradients.
-
-    ``grad_losses`` is ``[N]``, or of all tokens.
-    """
-    hidden, weight, bias, labels = tensors
-    narrow = weight.to(hidden.dtype)
-    narrow_bias = None if bias is None else bias.to(hidden.dtype)
-    first, classes = _classes(weight, option.group)
-    numbers = first, classes, option.padding_idx
-    places = _counted(option, labels)
-    tokens = len(labels) if places is None else len(places)
-    chunks, rows = _cut(option, tokens, weight)
-    known = statistics is not None
-    if not known:
-        dtype = statistics_dtype(hidden.dtype)
-        statistics = hidden.new_zeros(4, len(labels), dtype=dtype)
-    gradients = _Gradients(tensors, wanted, chunks)
-    buffer = hidden.new_empty(min(rows, tokens), weight.shape[0])
-    for begin in range(0, tokens, rows):
-        end = min(begin + rows, tokens)
-        place: Any = slice(begin, end) if places is None else places[begin:end]
-        some, own, logits = hidden[place], labels[place], buffer[: end - begin]
-        _product(some, narrow, narrow_bias, logits)
-        if not known:
-            of_rank = logit_statistics(logits, own, *numbers, option.softcap)
-            statistics[:, place] = _over_ranks(of_rank, option.group)
-        elif option.softcap:
-            logit_statistics(logits, own, *numbers, option.softcap)
-        if not any(wanted):
-            continue
-        maxima, sums_exp, targets, _ = statistics[:, place]
-        grads = grad_losses[place] if grad_losses.dim() else grad_losses.expand(end - begin)
-        shape = option.smoothing, option.z_loss, option.softcap
-        logit_gradients(logits, own, maxima, sums_exp, targets, grads, *numbers, *shape)
-        gradients.add(logits, some, place, narrow)
-    del buffer
-    return statistics, gradients.results(option.group)
-
-
-def _cut(option: _Option, tokens: int, weight: Tensor) -> tuple[int, int]:
-    """How many chunks, and the most tokens of one; their logits are as large as hidden is."""
-    most = option.chunk_size or max(_FEWEST, tokens * weight.shape[1] // weight.shape[0])
-    chunks = -(-tokens // most)
-    return chunks, max(1, -(-tokens // max(1, chunks)))
-
-
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=out)
-
-
-def _losses(option: _Option, statistics: Tensor, labels: Tensor) -> Tensor:
-    maxima, sums_exp, targets, means = statistics
-    log = sums_exp.log()
-    losses = (maxima - targets) + log
-    if option.smoothing:  # 0 * inf is NaN
-        losses += option.smoothing * (targets - means)
-    if option.z_loss:
-        losses += option.z_loss * (maxima + log).square()
-    return losses.masked_fill(labels == option.padding_idx, 0)
-
-
-def _reduced(option: _Option, losses: Tensor, labels: Tensor) -> Tensor:
+def _reduced(option: Option, losses: Tensor, labels: Tensor) -> Tensor:
     if option.reduction == "none":
         return losses
     total = losses.sum()
     return total if option.reduction == "sum" else total * _share(option, losses, labels)
 
 
-def _share(option: _Option, like: Tensor, labels: Tensor) -> Tensor:
+def _share(option: Option, like: Tensor, labels: Tensor) -> Tensor:
     """What the loss of a token counts in a result of all."""
     if option.reduction == "sum":
         return like.new_ones(())
     return (labels != option.padding_idx).sum().to(like.dtype).reciprocal()
 
 
-def _forward(option: _Option, *tensors: Any) -> tuple[Any, ...]:
+def _forward(option: Option, *tensors: Any) -> tuple[Any, ...]:
     hidden, labels = tensors[0], tensors[3]
     like = hidden.new_empty(0, dtype=statistics_dtype(hidden.dtype))
     wanted = (False,) * 3 if option.is_late else option.wanted
     share = _share(option, like, labels)
-    statistics, gradients = _walk(option, tensors, wanted, share)
-    loss = _reduced(option, _losses(option, statistics, labels), labels)
+    statistics, gradients = walk(option, tensors, wanted, share)
+    loss = _reduced(option, losses_of(option, statistics, labels), labels)
     return loss, *([statistics] if option.is_late else gradients)
 
 
 def _backward(
-    option: _Option, needs: Sequence[bool], dy: Tensor, saved: Sequence[Any]
+    option: Option, needs: Sequence[bool], dy: Tensor, saved: Sequence[Any]
 ) -> list[Tensor | None]:
     tensors, kept = saved[:4], saved[4:]
     if option.is_late:
@@ -231,7 +55,7 @@ def _backward(
         if option.reduction != "none":
             dy = dy * _share(option, statistics, tensors[3])
         grads = dy.to(statistics.dtype)
-        return [*_walk(option, tensors, needs[:3], grads, statistics)[1], None]
+        return [*walk(option, tensors, needs[:3], grads, statistics)[1], None]
     return [*(_scaled(gradient, dy) for gradient in kept), None]
 
 
@@ -243,7 +67,7 @@ def _scaled(gradient: Tensor | None, dy: Tensor) -> Tensor | None:
 
 
 def _reference(
-    option: _Option, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    option: Option, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> Tensor:
     """The same in plain PyTorch, with all logits."""
     if option.group is not None:
@@ -296,15 +120,15 @@ def linear_cross_entropy(
                         + s\,(\mathrm{lse} - \mathrm{mean}(x)) + z \, \mathrm{lse}^2
 
     with ``lse = log(sum(exp(x)))``. The product and the loss of some tokens at a time are computed,
-    and at once their gradients, so that memory holds the logits of one chunk. A step of large
-    vocabularies needs the memory of ``hidden``, ``weight``, their gradients and one chunk. Where
-    ``weight`` has 16 bits and there are several chunks, its gradient is summed in float32 and then
-    rounded, which takes 4 bytes an element more until the forward ends.
+    and at once their gradients, so that memory holds the logits of one chunk beside ``hidden``,
+    ``weight`` and their gradients. Where ``weight`` has 16 bits and there are more than four
+    chunks, its gradient is summed in float32, which takes 4 bytes an element more until the forward
+    ends; four chunks are added in 16 bits.
 
     Args:
         hidden: ``[..., H]``; float64, float32, float16 or bfloat16. Autocast casts it.
         weight: ``[C, H]``, ``C > 0``, of the same dtype, or float32 beside 16-bit ``hidden``: its
-            gradient then is never rounded to 16 bits.
+            gradient then is a sum in float32.
         labels: ``[...]`` int64, each in ``[0, C)`` or ``padding_idx``.
         bias: ``[C]``, of the dtype of ``weight``.
         smoothing: ``s``, in ``[0, 1]``, the share of the target spread evenly over all classes.
@@ -317,7 +141,8 @@ def linear_cross_entropy(
             third longer, and the forward alone takes no memory for gradients. ``reduction="none"``
             always does so, since only the backward knows the gradients of single losses.
         chunk_size: tokens whose logits are in memory at a time; by default so many that they take
-            as much as ``hidden``, but at least 1024.
+            as much as ``hidden``, but at least 1024, and where ``weight`` has 16 bits and there are
+            at most 8 H tokens, a quarter of these.
         group: a process group over which the classes are divided, such as the tensor-parallel group
             of ``apex.transformer``: ``weight`` and ``bias`` are this rank's, in the order of ranks;
             ``hidden`` and ``labels`` are the same on all ranks, with labels of the whole
@@ -355,9 +180,9 @@ def linear_cross_entropy(
         t is not None and t.requires_grad and torch.is_grad_enabled()
         for t in (hidden, weight, bias)
     )
-    option = _Option(
+    option = Option(
         float(smoothing),
-        _NO_PADDING if padding_idx is None else int(padding_idx),
+        NO_PADDING if padding_idx is None else int(padding_idx),
         reduction,
         float(z_loss),
         float(softcap or 0),
