@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from apex.contrib.linear_cross_entropy.ops import logit_gradients, logit_statistics
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex_testkit import FLOATS, assert_as_accurate_as
+from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case
 
 PADDING = 3
@@ -68,7 +69,7 @@ def assert_as_accurate_as_16_bits(expected, actual, plain, dtype):
         assert error <= 2 * allowed + unit, (error, allowed, unit)
 
 
-def check(dtype, device, reduction, options, how, given=None):
+def check(dtype, device, reduction, options, how, given=None, ulps=4):
     given = operands(dtype, device) if given is None else given
     function = lambda *g: linear_cross_entropy(
         *g, padding_idx=PADDING, reduction=reduction, **options, **how
@@ -87,7 +88,7 @@ def check(dtype, device, reduction, options, how, given=None):
         return
     # Of the product, of the loss, of the softmax, which is below 1, and of the sums over chunks.
     assert_as_accurate_as(
-        lambda seed, *g: with_gradients(of, g, seed), actual, seed, *given, ulps=4, scale=1.0
+        lambda seed, *g: with_gradients(of, g, seed), actual, seed, *given, ulps=ulps, scale=1.0
     )
 
 
@@ -105,7 +106,9 @@ def test_sizes(classes, device):
         hidden, weight, labels, bias = operands(dtype, device, tokens, 8, classes)
         labels = labels.clamp(max=classes - 1)
         given = hidden, weight, labels.where(labels != PADDING, 0), bias
-        check(dtype, device, "sum", OPTIONS["all"], {"chunk_size": 4}, given)
+        # torch's products of other sizes add so many classes up in another order.
+        ulps = 4 if classes <= 1000 else 16
+        check(dtype, device, "sum", OPTIONS["all"], {"chunk_size": 4}, given, ulps)
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
@@ -340,7 +343,7 @@ def test_bad_numbers(option, words, device):
 def test_label_without_a_class(device):
     hidden, weight, labels, _ = operands(torch.float32, device)
     labels[1, 1] = 50
-    if torch.device(device).type == "cpu":
+    if not runs_gpu_kernels(torch.device(device)):
         with pytest.raises(RuntimeError, match=r"labels\[.*\] is 50, but there are 50 classes"):
             linear_cross_entropy(hidden, weight, labels)
     else:
