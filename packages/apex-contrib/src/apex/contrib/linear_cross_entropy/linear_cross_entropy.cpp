@@ -79,18 +79,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> statistics(const Tensor& logits, cons
          means = chunk.vector();
   Context context(logits);
   dispatch_floating(kStatistics, logits.scalar_type(), [&]<class S>() {
-    dispatch_bool(softcap != 0, [&]<bool kCapped>() {
-      using T = compute_t<S>;
-      rowwise(context, chunk.rows, chunk.columns,
-              LogitStatistics<S, kCapped>{.logits = data<S>(logits, "logits"),
-                                          .cap = static_cast<T>(softcap),
-                                          .first = first,
-                                          .labels = chunk.view,
-                                          .maxima = data<T>(maxima, "maxima"),
-                                          .sums_exp = data<T>(sums_exp, "sums_exp"),
-                                          .targets = data<T>(targets, "targets"),
-                                          .means = data<T>(means, "means")});
-    });
+    using T = compute_t<S>;
+    const LogitStatistics<S> program{.logits = data<S>(logits, "logits"),
+                                     .first = first,
+                                     .labels = chunk.view,
+                                     .maxima = data<T>(maxima, "maxima"),
+                                     .sums_exp = data<T>(sums_exp, "sums_exp"),
+                                     .targets = data<T>(targets, "targets"),
+                                     .means = data<T>(means, "means")};
+    if (softcap == 0) return rowwise(context, chunk.rows, chunk.columns, program);
+    rowwise(context, chunk.rows, chunk.columns,
+            CappedLogitStatistics<S>{program, static_cast<T>(softcap)});
   });
   return {maxima, sums_exp, targets, means};
 }

@@ -52,14 +52,12 @@ APEX_HD T tanh_in_loops(T x) {
   return std::tanh(x);
 }
 
-template <class S, bool kCapped>
+template <class S>
 struct LogitStatistics {
   using value_type = compute_t<S>;
-  using staged_type = S;
   using T = value_type;
 
-  S* logits;  // [rows, columns]; capped in place
-  T cap;
+  S* logits;           // [rows, columns]
   int64_t first;       // class of the first column
   ChunkLabels labels;  // [rows]
   T* maxima;           // [rows], as all that follow
@@ -69,29 +67,24 @@ struct LogitStatistics {
 
   template <class R>
   APEX_HD void row(R& row) const {
-    const int64_t label = labels.at(row.index());
-    if (labels.is_padding(label)) return store(row, {{T(0), T(1), T(0)}}, T(0));
-    if constexpr (kCapped) {
-      const T cap = this->cap, inverse = T(1) / cap;
-      auto capped = [=](T& y, T x) { y = cap * tanh_in_loops(x * inverse); };
-      sums(row, label, row.stage_result(logits, capped, row.ahead(row.in(logits))));
-    } else {
-      sums(row, label, row.ahead(row.in(logits)));
-    }
-  }
-
-  template <class R, class View>
-  APEX_HD void sums(R& row, int64_t label, const View& x) const {
-    // A GPU cannot raise an error here: labels without a class give NaN.
-    T target = labels.is_class(label) ? T(0) : std::numeric_limits<T>::quiet_NaN();
-    if (label >= first && label < first + row.columns())
-      target = convert<T>(logits[at(row, label)]);
-    store(row, sums_of_exponentials<T>(row, x, [](T x) { return x; }), target);
+    if (labels.is_padding(labels.at(row.index()))) return leave_out(row);
+    of(row, row.ahead(row.in(static_cast<const S*>(logits))));
   }
 
   template <class R>
-  APEX_HD int64_t at(const R& row, int64_t label) const {
-    return row.index() * row.columns() + (label - first);
+  APEX_HD void leave_out(R& row) const {
+    store(row, {{T(0), T(1), T(0)}}, T(0));
+  }
+
+  template <class R, class View>
+  APEX_HD void of(R& row, const View& x) const {
+    const int64_t label = labels.at(row.index()), column = label - first;
+    // A GPU cannot raise an error here: labels without a class give NaN.
+    T target = labels.is_class(label) ? T(0) : std::numeric_limits<T>::quiet_NaN();
+    if (column >= 0 && column < row.columns()) {
+      target = convert<T>(logits[row.index() * row.columns() + column]);
+    }
+    store(row, sums_of_exponentials<T>(row, x, [](T x) { return x; }), target);
   }
 
   template <class R>
@@ -102,6 +95,28 @@ struct LogitStatistics {
       targets[row.index()] = target;
       means[row.index()] = sums[2] / static_cast<T>(labels.classes);
     });
+  }
+};
+
+// The same of logits that are capped in their place.
+template <class S>
+struct CappedLogitStatistics {
+  using value_type = compute_t<S>;
+  using staged_type = S;
+  using T = value_type;
+
+  LogitStatistics<S> statistics;
+  T cap;
+
+  template <class R>
+  APEX_HD void row(R& row) const {
+    if (statistics.labels.is_padding(statistics.labels.at(row.index()))) {
+      return statistics.leave_out(row);
+    }
+    const T cap = this->cap, inverse = T(1) / cap;
+    auto capped = [=](T& y, T x) { y = cap * tanh_in_loops(x * inverse); };
+    const S* logits = statistics.logits;
+    statistics.of(row, row.stage_result(statistics.logits, capped, row.ahead(row.in(logits))));
   }
 };
 
@@ -130,23 +145,24 @@ struct LogitGradients {
     if (labels.is_padding(label)) return row.each([](T& dx) { dx = T(0); }, out);
     const T grad =
         labels.is_class(label) ? grad_losses[index] : std::numeric_limits<T>::quiet_NaN();
-    const T max = maxima[index], sum_exp = sums_exp[index];
+    const T max = maxima[index], sum_exp = sums_exp[index], target = targets[index];
     const T of_lse = T(1) + T(2) * z_loss * (max + std::log(sum_exp));
-    const T scale = grad * of_lse / sum_exp, offset = grad * uniform;
     const T inverse = kCapped ? T(1) / cap : T(0);
     auto slope = [inverse](T x) { return T(1) - (x * inverse) * (x * inverse); };
+    // Where the label is certain, its gradient is a small difference: subtract before multiplying.
+    const T softmax = of_lse * (exponential_no_overflow(target - max) / sum_exp);
+    T of_label = grad * (softmax - (uniform + (T(1) - smoothing)));
+    if constexpr (kCapped) of_label *= slope(target);
+    const T scale = grad * of_lse / sum_exp, offset = grad * uniform;
     row.each(
         [=](T& dx, T x) {
           dx = exponential_no_overflow(x - max) * scale - offset;
           if constexpr (kCapped) dx *= slope(x);
         },
-        out, row.ahead(row.in(logits)));
-    if (label < first || label >= first + row.columns()) return;
-    // Where the label is certain, this is a small difference: subtract before multiplying.
-    const T target = targets[index], own = uniform + (T(1) - smoothing);
-    T of_label = grad * (of_lse * (exponential_no_overflow(target - max) / sum_exp) - own);
-    if constexpr (kCapped) of_label *= slope(target);
-    row.at(label - first, [=](T& dx) { dx = of_label; }, out);
+        out, row.ahead(row.in(static_cast<const S*>(logits))));
+    const int64_t column = label - first;
+    if (column < 0 || column >= row.columns()) return;
+    row.at(column, [of_label](T& dx) { dx = of_label; }, out);
   }
 };
 
