@@ -173,6 +173,19 @@ def _xentropy():
     yield from rows_of("xentropy", make, (*ROWS, (4, 8191, BF16)))
 
 
+@of("linear_cross_entropy")
+def _linear_cross_entropy():
+    from apex.contrib.xentropy import linear_cross_entropy
+
+    def make(rows, classes, dtype):
+        x, weight = randn(rows, 64, dtype=dtype), randn(classes, 64, dtype=dtype)
+        labels = torch.arange(rows) % classes
+        peer = lambda: F.cross_entropy(F.linear(x, weight).float(), labels)
+        return lambda: linear_cross_entropy(x, weight, labels), [x, weight], peer
+
+    yield from rows_of("linear_cross_entropy", make, (*ROWS, (4, 8191, BF16)))
+
+
 @of("scaled_softmax")
 def _scaled_softmax():
     from apex.transformer.functional import fused_softmax

@@ -73,6 +73,7 @@ SHAPES: dict[str, dict[str, str | None]] = {
     "transducer_joint": _JOINT,
     "transducer_loss": _LOSS,
     "softmax_xentropy": {**_XENTROPY, "sums_exp": "R:f"},
+    "logit": {**_XENTROPY, **dict.fromkeys(("sums_exp", "targets", "grad_losses"), "R:f")},
 }
 # Tensors of one number; n: one for each tensor of a list.
 _NUMBERS = {
