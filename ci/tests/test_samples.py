@@ -99,7 +99,7 @@ def test_whole_files_exist(options):
     ids=str,
 )
 def test_newcomers_run_some_cases(words, sampled, monkeypatch):
-    """Where `tests` is asked for as a whole; one package's, and those of CI's whole, run in full."""
+    """Where `tests` is asked for as a whole; one suite by its name, and `ci`, run in full."""
     notes = []
     monkeypatch.delenv("APEX_CI_SAMPLE", raising=False)
     monkeypatch.setattr(samples.stages, "note", notes.append)
