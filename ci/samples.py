@@ -60,7 +60,7 @@ def of_newcomers(suite: str) -> list[str]:
     """Return the options where `tests` is asked for as a whole, and not one suite by its name."""
     if "tests" not in sys.argv or suite not in workspace.PACKAGES:
         return []
-    stages.note(f"{CASES_OF_NEWCOMERS} cases of each test; `nox -s \"tests({suite})\"` runs all")
+    stages.note(f'{CASES_OF_NEWCOMERS} cases of each test; `nox -s "tests({suite})"` runs all')
     return ["-p", "ci.sampling", "--cases-per-test", str(CASES_OF_NEWCOMERS)]
 
 
