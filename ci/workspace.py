@@ -23,7 +23,9 @@ PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 MATRIX = tomllib.loads((ROOT / "ci" / "matrix.toml").read_text())
 # What reaches a wheel. Its tests and benchmarks do not.
-_SHARED_SOURCES = ("shared_csrc/include", "shared_csrc/native", "shared_csrc/__init__.py")
+_SHARED_SOURCES = tuple(
+    f"shared_csrc/{name}" for name in ("include", "native", "namespace", "__init__.py")
+)
 _NOT_PACKED = ("tests", "benchmarks", "changes")
 # auditwheel leaves them where they are: the user's torch brings them.
 TORCH_LIBRARIES = ("libtorch*.so*", "libc10*.so*")
@@ -50,6 +52,7 @@ def merge_sources(folder: Path) -> Path:
         shared = folder / main.relative_to(source) / "_shared"
         shutil.copytree(ROOT / "shared_csrc" / "native", shared / "native", ignore=skipped)
         shutil.copy(ROOT / "shared_csrc" / "__init__.py", shared)
+    shutil.copy(ROOT / "shared_csrc" / "namespace" / "__init__.py", folder / "apex")
     return folder
 
 

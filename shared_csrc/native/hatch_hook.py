@@ -2,7 +2,7 @@
 
 A package's ``hatch_build.py`` loads this file from the checkout's ``shared_csrc``, or from the
 copy of it that lies in the sdist. No file of the checkout is written, but for the git-ignored
-link ``_shared`` that an editable install makes.
+links ``_shared`` and ``apex/__init__.py`` that an editable install makes.
 """
 
 import os
@@ -20,8 +20,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 SHARED = Path(__file__).resolve().parent.parent
 # What a wheel needs of shared_csrc: to compile an op on first use, and to load it.
 _VENDORED = ("__init__.py", "native/**/*.py", "include/**/*.h", "include/apex/*.cpp")
-# Links of the checkout to what is the same in all packages.
-_LINKS = ("hatch_build.py", "src/apex/__init__.py")
+# What is apex/__init__.py of every package.
+_NAMESPACE = "namespace/__init__.py"
 
 
 class VersionHook(MetadataHookInterface):
@@ -67,15 +67,18 @@ class BuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         package = _package_folder(Path(self.root))
         if version == "editable":
-            link_shared(package)
+            link(package / "_shared", SHARED)
+            link(package.parent / "__init__.py", SHARED / _NAMESPACE)
             return
         inside = package.relative_to(self.root).as_posix()
         for file in vendored_files():
             build_data["force_include"][str(SHARED / file)] = f"{inside}/_shared/{file}"
+        namespace = str(SHARED / _NAMESPACE)
         if self.target_name == "wheel":
+            build_data["force_include"][namespace] = "src/apex/__init__.py"
             self._add_kernels(package, inside, build_data)
         else:
-            self._follow_links(build_data["force_include"])
+            build_data["force_include"][namespace] = f"{inside}/_shared/{_NAMESPACE}"
             self._add_names(inside, build_data)
 
     def _add_kernels(self, package: Path, inside: str, build_data: dict[str, Any]) -> None:
@@ -89,14 +92,6 @@ class BuildHook(BuildHookInterface):
         build_data["force_include"][str(kernels)] = f"{inside}/_kernels"
         build_data["pure_python"] = False
         build_data["tag"] = _wheel_tag(package)
-
-    def _follow_links(self, forced: dict[str, str]) -> None:
-        """An sdist would carry a link as a link, and has nothing that it could lead to."""
-        for name in _LINKS:
-            link = Path(self.root, name)
-            if link.is_symlink():
-                forced.pop(str(link), None)  # hatch forces its own script in
-                forced[str(link.resolve())] = name
 
     def _add_names(self, inside: str, build_data: dict[str, Any]) -> None:
         """An sdist has no other package beside it, but must know their names of ops."""
@@ -113,14 +108,15 @@ def vendored_files() -> list[str]:
     return sorted(f.relative_to(SHARED).as_posix() for p in _VENDORED for f in SHARED.glob(p))
 
 
-def link_shared(package: Path) -> None:
-    """Make ``package/_shared`` a relative link to shared_csrc, unless it is there already."""
-    link = package / "_shared"
-    if link.resolve() == SHARED:
+def link(path: Path, target: Path) -> None:
+    """Make ``path`` a relative link to a file or folder, unless it is that already."""
+    if path.resolve() == target:
         return
-    if link.is_symlink():  # left over from a checkout that was moved
-        link.unlink()
-    link.symlink_to(os.path.relpath(SHARED, package.resolve()), target_is_directory=True)
+    if path.is_symlink():  # left over from a checkout that was moved
+        path.unlink()
+    path.symlink_to(
+        os.path.relpath(target, path.parent.resolve()), target_is_directory=target.is_dir()
+    )
 
 
 def _package_folder(root: Path) -> Path:
