@@ -256,7 +256,7 @@ def test_extension_module_refuses(extension):
 def test_extension_module_without_kernels(monkeypatch):
     from apex.contrib._ops import library
 
-    def refuse(folder, who):
+    def refuse(folder, who, device_type="cpu"):
         raise RuntimeError(f"{who}: no kernels")
 
     monkeypatch.setattr(library, "require", refuse)
