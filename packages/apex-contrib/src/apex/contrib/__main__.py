@@ -14,6 +14,7 @@ from . import (  # noqa: F401  (they define the ops)
     groupbn,
     index_mul_2d,
     layer_norm,
+    linear_cross_entropy,
     multihead_attn,
     optimizers,
     transducer,
