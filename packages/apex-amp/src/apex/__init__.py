@@ -1,1 +1,0 @@
-../../../../shared_csrc/namespace/__init__.py
