@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from apex.contrib.linear_cross_entropy.ops import logit_gradients, logit_statistics
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex_testkit import FLOATS, assert_as_accurate_as
-from apex_testkit.devices import runs_gpu_kernels
 from apex_testkit.formulas import CHECKS, Case
 
 PADDING = 3
@@ -203,6 +202,31 @@ def test_backward_twice_and_retained(device):
     assert all(map(torch.equal, ones, again))
 
 
+def test_a_gradient_of_the_loss_is_not_rounded_to_16_bits(device):
+    """A third in bfloat16 is off by a thousandth, in all gradients alike."""
+    hidden, weight, labels, _ = operands(torch.bfloat16, device)
+    given = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = linear_cross_entropy(*given, labels, padding_idx=PADDING)
+    whole = torch.autograd.grad(loss, given, retain_graph=True)
+    thirds = torch.autograd.grad(loss / 3, given)
+    for a, e in zip(thirds, whole, strict=True):
+        assert torch.equal(a, (e.float() / 3).to(torch.bfloat16))
+
+
+def test_float16_with_a_loss_scale(device):
+    """Gradients of single logits are below float16's range until the scale comes with them."""
+    tokens, classes, scale = 4096, 512, 2.0**16
+    hidden = torch.randn(tokens, 8, device=device).half().requires_grad_()
+    weight = (1e-2 * torch.randn(classes, 8, device=device)).half().requires_grad_()
+    labels = torch.randint(classes, (tokens,), device=device)
+    loss = linear_cross_entropy(hidden, weight, labels, padding_idx=PADDING)
+    gradients = torch.autograd.grad(loss * scale, (hidden, weight))
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = torch.autograd.grad(oracle(*wide, labels) * scale, wide)
+    for a, e in zip(gradients, truth, strict=True):
+        assert (a.double() - e).norm() <= 0.01 * e.norm()
+
+
 def test_module(device):
     hidden, weight, labels, bias = operands(torch.float32, device)
     options = {"z_loss": 0.01, "softcap": 3.0, "chunk_size": 5, "recompute": True}
@@ -342,10 +366,11 @@ def test_bad_numbers(option, words, device):
 
 def test_label_without_a_class(device):
     hidden, weight, labels, _ = operands(torch.float32, device)
-    labels[1, 1] = 50
-    if not runs_gpu_kernels(torch.device(device)):
-        with pytest.raises(RuntimeError, match=r"labels\[.*\] is 50, but there are 50 classes"):
-            linear_cross_entropy(hidden, weight, labels)
+    labels[1, 1], labels[0, 0] = 50, PADDING
+    if torch.device(device).type == "cpu":
+        words = r"^linear_cross_entropy: labels.flatten\(\)\[7\] is 50, but there are 50 classes"
+        with pytest.raises(RuntimeError, match=words):
+            linear_cross_entropy(hidden, weight, labels, padding_idx=PADDING, chunk_size=3)
     else:
         assert linear_cross_entropy(hidden, weight, labels).isnan()
 

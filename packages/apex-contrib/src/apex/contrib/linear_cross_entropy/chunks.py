@@ -97,6 +97,22 @@ def _classes(weight: Tensor, group: Any) -> tuple[int, int]:
     return sum(sizes[: dist.get_rank(group)]), sum(sizes)
 
 
+def _check_labels(labels: Tensor, classes: int, padding_idx: int) -> None:
+    """Raise for a label without a class where nobody must wait for the answer.
+
+    The operator does so too, but counts from the chunk's first token.
+    """
+    if not labels.is_cpu or not plainness(labels):
+        return
+    wrong = ((labels < 0) | (labels >= classes)) & (labels != padding_idx)
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        raise RuntimeError(
+            f"linear_cross_entropy: labels.flatten()[{place}] is {int(labels[place])}, but there "
+            f"are {classes} classes: expected 0 to {classes - 1}, or padding_idx."
+        )
+
+
 def _over_ranks(statistics: Sequence[Tensor], group: Any) -> Tensor:
     """Statistics of a chunk, ``[4, rows]``: of the whole vocabulary, where ranks divide it."""
     maxima, sums_exp, targets, means = statistics
@@ -135,6 +151,7 @@ def walk(
     narrow_bias = None if bias is None else bias.to(hidden.dtype)
     first, classes = _classes(weight, option.group)
     numbers = first, classes, option.padding_idx
+    _check_labels(labels, classes, option.padding_idx)
     places = _counted(option, labels)
     tokens = len(labels) if places is None else len(places)
     chunks, rows = _cut(option, tokens, weight)

@@ -60,10 +60,14 @@ def _backward(
 
 
 def _scaled(gradient: Tensor | None, dy: Tensor) -> Tensor | None:
-    """``gradient * dy``: itself where dy is seen to be 1, and nothing is copied."""
+    """``gradient * dy``: itself where dy is seen to be 1, and nothing is copied.
+
+    A dy without dimensions would be rounded to the gradient's 16 bits before the product.
+    """
     if gradient is None or (dy.is_cpu and not is_compiling() and dy.item() == 1):
         return gradient
-    return gradient * dy.to(gradient.dtype)
+    factor = dy.reshape([1] * gradient.dim())
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient))
 
 
 def _reference(
@@ -139,7 +143,8 @@ def linear_cross_entropy(
         softcap: ``cap``, if logits are ``cap * tanh(x / cap)`` as in Gemma 2; > 0.
         recompute: the backward computes the logits again, and makes the gradients then. It takes a
             third longer, and the forward alone takes no memory for gradients. ``reduction="none"``
-            always does so, since only the backward knows the gradients of single losses.
+            always does so, since only the backward knows the gradients of single losses; and
+            float16, whose gradients would underflow without the loss scale that comes with them.
         chunk_size: tokens whose logits are in memory at a time; by default so many that they take
             as much as ``hidden``, but at least 1024, and where ``weight`` has 16 bits and there are
             at most 8 H tokens, a quarter of these.
@@ -187,7 +192,7 @@ def linear_cross_entropy(
         float(z_loss),
         float(softcap or 0),
         chunk_size,
-        recompute,
+        recompute or hidden.dtype == torch.float16,
         group,
         wanted,
     )
