@@ -88,6 +88,7 @@ def build(scratch: Path, device: str) -> list[Path]:
         for name in ("native", "include"):
             shutil.copytree(shared / name, main_package / "_shared" / name)
         shutil.copy(shared / "__init__.py", main_package / "_shared")
+        shutil.copy(shared / "namespace" / "__init__.py", folder / "apex")
         print(f"building {package.name}", flush=True)
         try:
             prebuilt.build_prebuilt(main_package, main_package / "_kernels", switches)

@@ -121,8 +121,9 @@ def copy_tree() -> None:
         put(path.relative_to(ROOT))
     # What the tree's files are, its scripts ask git.
     subprocess.run(["git", "init", "--quiet", str(COPY)], check=True, timeout=60)
-    for package in workspace.PACKAGES:  # links to folders are no files
-        for link in (ROOT / "packages" / package / "src").rglob("_shared"):
+    for package in workspace.PACKAGES:  # what an editable install has made, git ignores
+        sources = ROOT / "packages" / package / "src"
+        for link in (*sources.rglob("_shared"), sources / "apex" / "__init__.py"):
             copied = COPY / link.relative_to(ROOT)
             if not copied.is_symlink():
                 copied.symlink_to(os.readlink(link))

@@ -46,8 +46,9 @@ def made(tmp_path_factory):
     """A checkout with the op row_center, its test, and a cache of kernels."""
     folder = tmp_path_factory.mktemp("new_op")
     checkout = copy_checkout(folder / "checkout")
-    link = checkout / "packages/apex-contrib/src/apex/contrib/_shared"
-    link.symlink_to(checkout / "shared_csrc")  # as an editable install makes it
+    sources, shared = checkout / "packages/apex-contrib/src/apex", checkout / "shared_csrc"
+    (sources / "contrib/_shared").symlink_to(shared)  # as an editable install makes them
+    (sources / "__init__.py").symlink_to(shared / "namespace/__init__.py")
     done = new_op(checkout, "apex-contrib", "row_center")
     assert done.returncode == 0, done.stderr
     return checkout, checkout / "packages/apex-contrib/tests/test_row_center.py", folder / "cache"
