@@ -97,20 +97,22 @@ def _classes(weight: Tensor, group: Any) -> tuple[int, int]:
     return sum(sizes[: dist.get_rank(group)]), sum(sizes)
 
 
-def _check_labels(labels: Tensor, classes: int, padding_idx: int) -> None:
-    """Raise for a label without a class where nobody must wait for the answer.
-
-    The operator does so too, but counts from the chunk's first token.
-    """
-    if not labels.is_cpu or not plainness(labels):
-        return
-    wrong = ((labels < 0) | (labels >= classes)) & (labels != padding_idx)
-    if wrong.any():
+def _statistics(
+    logits: Tensor, own: Tensor, labels: Tensor, numbers: tuple[int, int, int], softcap: float
+) -> Sequence[Tensor]:
+    """Statistics of a chunk; its operator counts a wrong label from the chunk's first token."""
+    try:
+        return logit_statistics(logits, own, *numbers, softcap)
+    except RuntimeError as error:
+        _, classes, padding_idx = numbers
+        wrong = ((labels < 0) | (labels >= classes)) & (labels != padding_idx)
+        if not wrong.any():
+            raise
         place = int(wrong.nonzero()[0])
         raise RuntimeError(
             f"linear_cross_entropy: labels.flatten()[{place}] is {int(labels[place])}, but there "
             f"are {classes} classes: expected 0 to {classes - 1}, or padding_idx."
-        )
+        ) from error
 
 
 def _over_ranks(statistics: Sequence[Tensor], group: Any) -> Tensor:
@@ -151,7 +153,6 @@ def walk(
     narrow_bias = None if bias is None else bias.to(hidden.dtype)
     first, classes = _classes(weight, option.group)
     numbers = first, classes, option.padding_idx
-    _check_labels(labels, classes, option.padding_idx)
     places = _counted(option, labels)
     tokens = len(labels) if places is None else len(places)
     chunks, rows = _cut(option, tokens, weight)
@@ -167,7 +168,7 @@ def walk(
         some, own, logits = hidden[place], labels[place], buffer[: end - begin]
         _product(some, narrow, narrow_bias, logits)
         if not known:
-            of_rank = logit_statistics(logits, own, *numbers, option.softcap)
+            of_rank = _statistics(logits, own, labels, numbers, option.softcap)
             statistics[:, place] = _over_ranks(of_rank, option.group)
         elif option.softcap:
             logit_statistics(logits, own, *numbers, option.softcap)

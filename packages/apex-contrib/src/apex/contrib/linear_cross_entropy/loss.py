@@ -66,6 +66,8 @@ def _scaled(gradient: Tensor | None, dy: Tensor) -> Tensor | None:
     """
     if gradient is None or (dy.is_cpu and not is_compiling() and dy.item() == 1):
         return gradient
+    if gradient.dtype == dy.dtype:
+        return gradient * dy
     factor = dy.reshape([1] * gradient.dim())
     return torch.mul(gradient, factor, out=torch.empty_like(gradient))
 
