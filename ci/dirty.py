@@ -6,6 +6,7 @@ shallow clone, no such base), everything counts as changed.
 """
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ci.workspace import PACKAGES, ROOT
 LATELY = 4 * 3600
 SHARED = "shared"
 EVERYTHING = frozenset([*PACKAGES, "examples", SHARED])
+# Numbers and exceptions that checks of `emulate`, `kernels` and `plants` compare with.
+NUMBERS = re.compile(r"ci/(gpu_costs|accepted_\w+|campaign|plants)\.toml")
 # What `changed_files` raises where git cannot tell.
 UNKNOWN = (LookupError, OSError, ValueError, subprocess.CalledProcessError)
 
@@ -49,8 +52,9 @@ def affected(files: list[str]) -> frozenset[str]:
 
 
 def is_without_effect(file: str) -> bool:
-    """Whether no package's test can see the file: prose, and tests that always run in full."""
-    return file.endswith(".md") or file.startswith(("ci/tests/", "shared_csrc/tests/"))
+    """Whether no package's test can see the file: prose, numbers, tests that always run in full."""
+    is_read = file.endswith(".md") or NUMBERS.fullmatch(file)
+    return bool(is_read) or file.startswith(("ci/tests/", "shared_csrc/tests/"))
 
 
 def changed_files(root: Path, base: str | None) -> list[str]:

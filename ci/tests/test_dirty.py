@@ -72,11 +72,14 @@ def test_uncommitted_new_and_moved_files_count(repository):
                 "noxfile.py",
                 "ci/testkit/x.py",
                 ".ci/run",
+                "ci/matrix.toml",
                 "packages/apex-unknown/x.py",
             )
         ),
         ("docs/examples/x.py", {"examples"}),
         ("ci/tests/test_x.py", set()),
+        ("ci/gpu_costs.toml", set()),
+        ("ci/accepted_ways.toml", set()),
         ("shared_csrc/tests/test_x.py", set()),
     ],
 )
