@@ -1,7 +1,13 @@
 """Optimizers that update all parameters of one device and dtype in a single launch."""
 
 from importlib import import_module as _import_module
+from sys import argv as _argv
 from typing import TYPE_CHECKING
+
+if _argv[:1] == ["-m"]:  # the doctor may be asked, which answers without torch too
+    from ._shared.native.doctor_torch import answer_without_torch as _answer
+
+    _answer(__name__)
 
 if TYPE_CHECKING:
     from .fused_adagrad import FusedAdagrad
