@@ -161,7 +161,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         module: nn.Module | None = None,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        arguments.check_options(given)
+        arguments.check_options(given, params)
         names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
         super().__init__(params, {name: given[name] for name in names})
         self.args_dict = given

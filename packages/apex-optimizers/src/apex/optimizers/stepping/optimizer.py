@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_module
 from .._shared.native.writes import keep_from_tracing
 from .buckets import MASTER, Bucket, StateLayout
 from .checkpoints import complete_groups, load_state, outside_inference_mode, separate_steps
@@ -72,11 +73,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _overflow_buffer: Tensor | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        if isinstance(params, torch.nn.Module) and not hasattr(params, "__iter__"):
-            raise TypeError(
-                f"{self.layout.optimizer}: params is a {type(params).__name__}; pass its "
-                "parameters: model.parameters()."
-            )
+        check_is_no_module(self.layout.optimizer, params)
         keep_from_tracing(type(self))
         self._buckets = BucketCache()
         # If so, torch.amp.GradScaler sets grad_scale and found_inf instead of unscaling.

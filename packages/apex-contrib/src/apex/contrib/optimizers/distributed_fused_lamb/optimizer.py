@@ -152,8 +152,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         nccl_allgather_channels: int = 0,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        check_options(given, params)
         check_process_group()
-        check_options(given)
         self._shards: Shards | None = None
         names = ("lr", "bias_correction", "grad_averaging", "betas", "eps", "weight_decay")
         keep_from_tracing(type(self))
