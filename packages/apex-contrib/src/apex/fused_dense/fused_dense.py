@@ -306,7 +306,7 @@ class FusedDenseGeluDense(nn.Module):
     Args:
         in_features: of the input, ``[..., in_features]``.
         intermediate_features: between the layers.
-        out_features: of the output.
+        out_features: of the output, ``[..., out_features]``.
         bias: whether the layers have biases. (In Apex they must.)
 
     Attributes:

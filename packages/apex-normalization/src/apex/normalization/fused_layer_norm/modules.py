@@ -209,9 +209,14 @@ class FusedRMSNorm(_Norm):
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \, w
 
-    Arguments, dtypes and errors are those of :class:`FusedLayerNorm`; there is no bias.
-    ``eps=None`` is machine epsilon as with :class:`torch.nn.RMSNorm`, whose default it is:
-    float32's, or float64's for float64 input. ``zero_centered_gamma=True`` makes it Gemma's norm.
+    Args:
+        eps: added to the mean square, in units of ``input ** 2``; ``>= 0``. None is machine epsilon
+            as with :class:`torch.nn.RMSNorm`, whose default it is: float32's, or float64's for
+            float64 input.
+        elementwise_affine: whether there is a weight, else it is None.
+        zero_centered_gamma: multiply by ``1 + weight``, as Gemma's norm does.
+
+    Other arguments, dtypes and errors are those of :class:`FusedLayerNorm`; there is no bias.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
