@@ -4,6 +4,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .cpu_offload import CPUOffload
     from .fused_adagrad import FusedAdagrad
     from .fused_adam import FusedAdam
     from .fused_lamb import FusedLAMB
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from .fused_sgd import FusedSGD
 
 __all__ = [
+    "CPUOffload",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
@@ -21,8 +23,9 @@ __all__ = [
     "FusedNovoGrad",
     "FusedSGD",
 ]
-# Each is imported when it is asked for: a script that uses one does not wait for seven.
+# Each is imported when it is asked for: a script that uses one does not wait for all.
 _MODULES = {
+    "CPUOffload": "cpu_offload",
     "FusedAdagrad": "fused_adagrad",
     "FusedAdam": "fused_adam",
     "FusedLAMB": "fused_lamb",

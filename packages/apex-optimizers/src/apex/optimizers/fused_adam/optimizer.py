@@ -268,7 +268,7 @@ class FusedAdam(CompactStates):
 
     def _check_may_skip(self) -> None:
         on_gpu = any(param.is_cuda for group in self.param_groups for param in group["params"])
-        if on_gpu and not self.capturable:
+        if on_gpu and not self.capturable and self.pipeline is None:
             raise RuntimeError(
                 "FusedAdam.step: skip_nonfinite and skip_above need FusedAdam(..., capturable=True)"
                 " for parameters on a GPU: without it steps are counted on the host, which would "

@@ -97,6 +97,15 @@ def check_betas(optimizer: str, betas: tuple[float, float]) -> None:
             raise ValueError(f"{optimizer}: betas[{index}] must be in [0, 1), got {beta}.")
 
 
+def check_no_module(optimizer: str, params: Any) -> None:
+    """Raise TypeError for a model in the place of its parameters."""
+    if isinstance(params, torch.nn.Module) and not hasattr(params, "__iter__"):
+        raise TypeError(
+            f"{optimizer}: params is a {type(params).__name__}; pass its parameters: "
+            "model.parameters()."
+        )
+
+
 def check_params(optimizer: str, params: list[Tensor]) -> None:
     """Raise TypeError for the first parameter whose dtype has no kernel."""
     for index, param in enumerate(params):
