@@ -78,12 +78,13 @@ class SimulatedLink:
     Args:
         speed: bytes/s of each way; 0: no time is simulated.
         delay: seconds until the first byte of a copy arrives.
+        copies: whether anything is copied. A GPU does so itself; here it takes cores from others.
     """
 
     is_pinned = False
 
-    def __init__(self, speed: float = 0.0, delay: float = 0.0) -> None:
-        self._ways = {way: _Way(speed, delay) for way in ("receive", "send")}
+    def __init__(self, speed: float = 0.0, delay: float = 0.0, copies: bool = True) -> None:
+        self._ways = {way: _Way(speed, delay, copies) for way in ("receive", "send")}
         self._sent: list[_Trip] = []
 
     def receive(self, hosts: Sequence[Tensor], devices: Sequence[Tensor]) -> _Trip:
@@ -116,8 +117,8 @@ class _Trip:
 
 
 class _Way:
-    def __init__(self, speed: float, delay: float) -> None:
-        self._speed, self._delay, self._free = speed, delay, 0.0
+    def __init__(self, speed: float, delay: float, copies: bool) -> None:
+        self._speed, self._delay, self._copies, self._free = speed, delay, copies, 0.0
         self.queue: queue.Queue[_Trip] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -128,9 +129,10 @@ class _Way:
             if self._speed:
                 self._free = max(self._free, trip.asked) + size / self._speed
             end = max(self._free, trip.asked) + self._delay
-            _sleep_until(end - size / _COPY_SPEED)
-            for target, source in zip(trip.targets, trip.sources, strict=True):
-                _copy(target, source)
+            if self._copies:
+                _sleep_until(end - size / _COPY_SPEED)
+                for target, source in zip(trip.targets, trip.sources, strict=True):
+                    _copy(target, source)
             _sleep_until(end)
             trip.targets, trip.sources = [], []
             trip.done.set()

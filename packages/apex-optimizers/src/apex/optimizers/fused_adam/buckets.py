@@ -69,7 +69,8 @@ class AdamBucket(Bucket):
         if not self.layout.any_grad_dtype or is_narrow or numbers["clip"] is not None:
             self.check_new_gradients()  # the compact step would take other dtypes
         if is_narrow:
-            self.wait()
+            if self.pipeline is not None:
+                self.pipeline.wait(self)
             self.used = [_clipped(grad, numbers["clip"]).double() for grad in self.used]
             numbers["clip"] = None
         is_small = self.dtype in SMALL_FLOATS

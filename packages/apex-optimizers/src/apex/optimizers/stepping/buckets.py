@@ -60,7 +60,8 @@ def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
         RuntimeError: a gradient cannot be used; or what ``call`` raised.
     """
     for bucket in buckets:
-        bucket.wait()
+        if bucket.pipeline is not None:
+            bucket.pipeline.wait(bucket)
     try:
         return call(*args)
     except RuntimeError:
@@ -146,7 +147,7 @@ class Bucket:
         count: int,
     ) -> None:
         self.layout = layout = optimizer.layout
-        self.pipeline = optimizer.pipeline
+        self.pipeline = optimizer.pipeline  # of gradients that come from another device, or None
         self.step: Step = optimizer.op
         self.group = group
         self.keys = keys  # of the moments in states; the others are not used in this group
@@ -252,11 +253,6 @@ class Bucket:
 
     def _has_other_grad_dtypes(self) -> bool:
         return self._grad_dtypes != set(map(_dtype_of, self.grads))
-
-    def wait(self) -> None:
-        """Wait for gradients that are under way from another device."""
-        if self.pipeline is not None:
-            self.pipeline.wait(self)
 
     def run(self, values: Sequence[Any]) -> None:
         """Call the step operator on the lists and its numbers, as :func:`ask` does."""
