@@ -1,8 +1,9 @@
 """A step of parameters that live elsewhere, over links of several speeds, and beside the CPU alone.
 
 100 million bf16 parameters with float32 masters and moments. The link only takes its time, as a
-GPU's copies take no core; those of peers go over the same, before their step and after it. Traffic per element: read the gradient and write the
-parameter, 2 bytes each, read and write master and moments, 24 bytes.
+GPU's copies take no core; those of peers go over the same, before their step and after it. Traffic
+per element: read the gradient and write the parameter, 2 bytes each, read and write master and
+moments, 24 bytes.
 """
 
 import importlib.util

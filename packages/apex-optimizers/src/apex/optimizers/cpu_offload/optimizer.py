@@ -295,7 +295,8 @@ def _copy_entries(
 def _check_class(optimizer_class: object) -> None:
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, FusedOptimizer)
     if not is_class or optimizer_class.capturable:
+        got = getattr(optimizer_class, "__name__", repr(optimizer_class))
         raise TypeError(
             "CPUOffload: optimizer_class must be FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad, "
-            f"FusedNovoGrad or FusedLARS, got {getattr(optimizer_class, '__name__', optimizer_class)}."
+            f"FusedNovoGrad or FusedLARS, got {got}."
         )
