@@ -1,8 +1,9 @@
 """Builds the documentation site: `nox -s docs`.
 
 Pages are those of docs/, the READMEs and CHANGELOGs of the packages, and generated ones: a page per
-public module from its docstrings, and one per benchmark from its .csv. A link that leads nowhere
-and a public name without a docstring are errors.
+public module from its docstrings, and one per benchmark from its .csv. Tables of arguments on pages
+are generated, too (ci/docs_tables.py). A link that leads nowhere, a public name without a docstring
+and an argument that no docstring describes are errors.
 """
 
 import argparse
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "testkit"))
 
 from apex_testkit.bench_report import markdown, plot, read_records
-from ci import workspace
+from ci import docs_tables, workspace
 from ci.workspace import PACKAGES, ROOT
 
 CONFIG = ROOT / "ci" / "mkdocs.yml"
@@ -50,7 +51,9 @@ def main() -> int:
     packages(pages)
     benchmark_pages(pages / "benchmarks")
     workspace.merge_sources(sources)
-    complaints = list(reference(sources, pages / "api"))
+    modules = load(sources)
+    docs_tables.fill(pages, sources, modules)
+    complaints = list(reference(modules, pages / "api"))
     if complaints:
         print("\n".join(complaints), file=sys.stderr)
         return 1
@@ -104,7 +107,15 @@ def benchmark_page(name: str, folder: Path) -> None:
     )
 
 
-def reference(sources: Path, folder: Path) -> Iterator[str]:
+def load(sources: Path) -> griffe.ModulesCollection:
+    loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
+    for name in sorted({path.stem for path in sources.iterdir()}):
+        loader.load(name)
+    loader.resolve_aliases(implicit=False, external=False)
+    return loader.modules_collection
+
+
+def reference(loaded: griffe.ModulesCollection, folder: Path) -> Iterator[str]:
     """Write a page per public module; yield what has no docstring.
 
     A module is public if no part of its name begins with ``_`` and it has ``__all__``. A name that
@@ -112,7 +123,7 @@ def reference(sources: Path, folder: Path) -> Iterator[str]:
     """
     folder.mkdir()
     described: set[str] = set()
-    modules = list(public_modules(sources))
+    modules = [m for name in list(loaded.members) for m in with_exports(loaded[name])]
     for module in sorted(modules, key=lambda module: (module.path.count("."), module.path)):
         options = "    options: {members: false, show_root_heading: false}"
         lines = [f"# {module.path}", "", f"::: {module.path}", options]
@@ -132,15 +143,6 @@ def reference(sources: Path, folder: Path) -> Iterator[str]:
         if again:
             lines += ["", f"Described elsewhere: {', '.join(again)}."]
         (folder / f"{module.path}.md").write_text("\n".join(lines) + "\n")
-
-
-def public_modules(sources: Path) -> Iterator[griffe.Module]:
-    loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
-    for name in sorted({path.stem for path in sources.iterdir()}):
-        loader.load(name)
-    loader.resolve_aliases(implicit=False, external=False)
-    for name in list(loader.modules_collection.members):
-        yield from with_exports(loader.modules_collection[name])
 
 
 def with_exports(module: griffe.Module) -> Iterator[griffe.Module]:

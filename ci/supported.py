@@ -1,6 +1,6 @@
-"""What is supported, as ci/matrix.toml has it: docs/supported.md and the README's sentence.
+"""What is supported, as ci/matrix.toml has it: for docs/supported.md, the README and the doctor.
 
-`nox -s lint` checks both, `nox -s lint -- --fix` writes them.
+`nox -s lint` checks them, `nox -s lint -- --fix` writes them.
 """
 
 import re
@@ -14,6 +14,8 @@ from ci.workspace import MATRIX, ROOT, torches_of
 
 SENTENCE = re.compile(r"One wheel serves torch .*?(?=, because)", re.S)
 PAGE = "docs/supported.md"
+TESTED = re.compile(r"^TESTED = .*$", re.M)
+DOCTOR = "shared_csrc/native/doctor_torch.py"
 
 
 def minor(version: str) -> str:
@@ -33,6 +35,12 @@ def sentence() -> str:
             f"{verb} with {minor(t)} on Python {p}" for p, t in found.items() if t != torches[end]
         ]
     return f"{text} (torch itself {' and '.join(said)})" if said else text
+
+
+def tested() -> str:
+    """The doctor's line: the oldest and the newest torch."""
+    torches = MATRIX["torch"]["versions"]
+    return f'TESTED = ("{minor(torches[0])}", "{minor(torches[-1])}")'
 
 
 def page() -> str:
@@ -86,13 +94,20 @@ def complaints(root: Path) -> Iterator[str]:
     found = SENTENCE.search((root / "README.md").read_text())
     if found is None or " ".join(found[0].split()) != sentence():
         yield f"README.md: expected the sentence {sentence()!r}; `nox -s lint -- --fix` writes it"
+    found = TESTED.search((root / DOCTOR).read_text())
+    if found is None or found[0] != tested():
+        yield f"{DOCTOR}: expected the line `{tested()}`; `nox -s lint -- --fix` writes it"
 
 
 def main() -> None:
     (ROOT / PAGE).write_text(page())
-    readme = ROOT / "README.md"
     if list(complaints(ROOT)):
-        readme.write_text(SENTENCE.sub(sentence(), readme.read_text(), count=1))
+        for name, pattern, text in (
+            ("README.md", SENTENCE, sentence()),
+            (DOCTOR, TESTED, tested()),
+        ):
+            file = ROOT / name
+            file.write_text(pattern.sub(text, file.read_text(), count=1))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,17 @@ from apex.optimizers import FusedAdam
 pytestmark = pytest.mark.usefixtures("one_process")
 
 BF16 = {"bf16": {"enabled": True}}
+ON_CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 # DeepSpeed's configuration, and the wrapper that it makes for an optimizer it knows as fused.
 CONFIGS = {
     "fp32": ({}, FusedAdam),
     "bf16": (BF16, FP16_Optimizer),
     "zero1": (BF16 | {"zero_optimization": {"stage": 1}}, DeepSpeedZeroOptimizer),
     "zero2": (BF16 | {"zero_optimization": {"stage": 2}}, DeepSpeedZeroOptimizer),
+    "offload": (
+        BF16 | {"zero_optimization": ON_CPU, "zero_force_ds_cpu_optimizer": False},
+        DeepSpeedZeroOptimizer,
+    ),
     "zero3": ({"zero_optimization": {"stage": 3}}, DeepSpeedZeroOptimizer_Stage3),
 }
 

@@ -91,7 +91,7 @@ def test_public_names_without_a_docstring_are_named(tmp_path):
     (tmp_path / "sources" / "apex" / "one.py").write_text(MODULE)
     other = '"""Two."""\n\n__all__ = ["other"]\n\n\ndef other():\n    """Known."""\n'
     (tmp_path / "sources" / "apex" / "two.py").write_text(other)
-    complaints = list(docs.reference(tmp_path / "sources", tmp_path / "api"))
+    complaints = list(docs.reference(docs.load(tmp_path / "sources"), tmp_path / "api"))
     assert complaints == ["apex.one.bare: is public and has no docstring (apex.one.bare)"]
     page = (tmp_path / "api" / "apex.one.md").read_text()
     assert "::: apex.one.described" in page

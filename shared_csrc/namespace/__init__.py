@@ -139,7 +139,11 @@ class _MissingWheel:
             # `from apex.contrib import focal_loss` drops an error that has the module's name.
             name = None if names[-1] == "_handle_fromlist" else full_name
             raise ModuleNotFoundError(_advice(full_name), name=name)
-        importer = callers[2].f_globals.get("__name__", "") if len(callers) > 2 else ""
+        # `import torch.distributed` goes through more frames of importlib than `import torch`.
+        frame = callers[0]
+        while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+            frame = frame.f_back
+        importer = "" if frame is None else frame.f_globals.get("__name__", "")
         if importer in _WHEELS or importer.startswith("apex."):
             text = f"No module named 'torch', which {importer} imports: pip install torch"
             raise ModuleNotFoundError(text, name=full_name)

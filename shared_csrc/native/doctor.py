@@ -5,11 +5,9 @@ Each wheel has it as a module of its own, so that it outlives the uninstall of a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,30 +20,22 @@ import torch
 
 from . import doctor_rtc, fitting, jit, switches, targets, toolchain, trust
 from .build import Op
+from .doctor_torch import (
+    WHEELS,
+    Trouble,
+    first_lines,
+    last_lines,
+    parser,
+    python_and_torch,
+    torch_troubles,
+    variable_lines,
+)
 from .errors import BuildError
 from .library import OpLibrary
 
-WHEELS = ("apex-amp", "apex-contrib", "apex-normalization", "apex-optimizers", "apex-parallel")
-VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "PYTORCH_ROCM_ARCH", "ROCM_HOME")
-VARIABLES += ("ROCM_PATH", "TORCH_CUDA_ARCH_LIST", "XDG_CACHE_HOME")
 TRIAL_TIMEOUT_S = 120
 # Whether torch's headers are there and the compiler understands them: what kernels begin with.
 TRIAL = "#include <concepts>\n#include <torch/csrc/stable/library.h>\nint main() { return 0; }\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Trouble:
-    """What is wrong, and what helps.
-
-    Args:
-        what: a sentence.
-        remedy: what to do, beginning with a verb.
-        is_fatal: whether something that a user calls cannot run.
-    """
-
-    what: str
-    remedy: str
-    is_fatal: bool = True
 
 
 def main(
@@ -59,7 +49,7 @@ def main(
             where that gives a wrong result.
         arguments: those of the command line.
     """
-    options = _parser(library).parse_args(arguments)
+    options = parser(library.package).parse_args(arguments)
     failed_builds = list(_build_missing(library)) if options.build else []
     wanted = options.compile or (doctor_rtc.architectures() if options.build else [])
     failed_builds += _compile_kernels(library, wanted)
@@ -73,30 +63,6 @@ def main(
     return 1 if asked and any(trouble.is_fatal for trouble in troubles) else 0
 
 
-def _parser(library: OpLibrary) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {library.package}",
-        description=f"Show what {library.package} finds on this machine.",
-    )
-    parser.add_argument("--json", action="store_true", help="print it for programs")
-    parser.add_argument(
-        "--check", action="store_true", help="run an op on each device; exit with 1 on trouble"
-    )
-    parser.add_argument(
-        "--build",
-        action="store_true",
-        help="compile now what first uses would, as for an image; without a GPU, also for those "
-        "that TORCH_CUDA_ARCH_LIST or PYTORCH_ROCM_ARCH names",
-    )
-    parser.add_argument(
-        "--compile",
-        nargs="+",
-        metavar="sm_90",
-        help="compile now all kernels for these NVIDIA GPUs, of which none need be there",
-    )
-    return parser
-
-
 def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
@@ -104,12 +70,7 @@ def _devices() -> list[str]:
 def gather(library: OpLibrary) -> dict[str, Any]:
     """Everything that the report shows, by name; of plain Python types."""
     return {
-        "package": library.package,
-        "versions": dict(_versions()),
-        "folder": str(library.kernels.parent),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "torch": torch.__version__,
+        **python_and_torch(library.package),
         "torch_for": _torch_for(),
         "cpu_levels": list(targets.supported_cpu_levels()),
         "gpu": _gpu(),
@@ -123,23 +84,10 @@ def gather(library: OpLibrary) -> dict[str, Any]:
             for op in sorted(library.op_folders)
         },
         "cache": _cache(),
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name in VARIABLES or name.startswith("APEX_")
-        },
         "other_apex": _other_apex(),
         "lacks_shared_file": _lacks_shared_file(),
         "without_effect": _without_effect(library),
     }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in WHEELS:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
 
 
 def _torch_for() -> str:
@@ -317,6 +265,7 @@ def find_troubles(library: OpLibrary, facts: dict[str, Any]) -> Iterator[Trouble
     for device, said in facts["checks"].items():
         if said != "ok":
             yield Trouble(f"An op on {device} failed: {said}", "Do what that says, or report it")
+    yield from torch_troubles(library.package, facts)
     if facts["other_apex"]:
         yield Trouble(
             f"{facts['other_apex']} is installed too, and its files lie among those of {wheel}.",
@@ -425,12 +374,8 @@ def _checked(example: Callable[[str], None], device: str) -> str:
 
 def report(facts: dict[str, Any]) -> str:
     """The facts as lines for people; the last ones say what to do."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     lines = [
-        f"{facts['package']} in {facts['folder']}",
-        f"  installed   {versions or 'no wheel: this is a folder of sources'}",
-        f"  python      {facts['python']}, {facts['machine']}",
-        f"  torch       {facts['torch']}, for {facts['torch_for']}",
+        *first_lines(facts),
         f"  CPU         {', '.join(facts['cpu_levels'])}",
         f"  GPU         {facts['gpu'] or 'none that torch can use'}",
     ]
@@ -444,7 +389,7 @@ def report(facts: dict[str, Any]) -> str:
     lines += [
         f"  compiles    {facts['trial']}",
         f"  cache       {cache['folder']}{size}",
-        *(f"  set         {name}={value}" for name, value in facts["variables"].items()),
+        *variable_lines(facts),
         "",
         "kernels",
     ]
@@ -454,9 +399,7 @@ def report(facts: dict[str, Any]) -> str:
             lines.append(f"  {op:<{width}}  {device:<4}  {kernel['state']}: {kernel['detail']}")
     for device, said in facts["checks"].items():
         lines.append(f"\nan op on {device}: {said}")
-    lines.append("")
-    for trouble in facts["troubles"]:
-        lines += [trouble["what"], f"  -> {trouble['remedy'].rstrip('.')}."]
+    lines += ["", *last_lines(facts)]
     if not facts["troubles"]:
         lines.append(f"Everything that {facts['package']} has can run here.")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # building a wheel without kernels has no torch
     import torch
@@ -13,6 +13,16 @@ class BuildError(RuntimeError):
 
     The message names the package, the op and the device, gives the reason and says what to do.
     """
+
+
+def check_is_no_module(name: str, params: Any) -> None:
+    """Raise TypeError where an optimizer is given a module instead of its parameters."""
+    import torch
+
+    # ModuleList and the like are iterable: torch's optimizers say what is wrong with their items.
+    if isinstance(params, torch.nn.Module) and not hasattr(params, "__iter__"):
+        kind = type(params).__name__
+        raise TypeError(f"{name}: params is a {kind}; pass its parameters: model.parameters().")
 
 
 def not_dense(name: str, argument: str, tensor: torch.Tensor) -> NotImplementedError:

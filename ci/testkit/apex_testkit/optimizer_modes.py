@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from apex.optimizers import (
+    CPUOffload,
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
@@ -16,6 +17,7 @@ from apex.optimizers import (
     FusedSGD,
 )
 from apex_testkit import optimizer_models as models
+from apex_testkit.simulated_link import LazyLink
 
 REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ALL = (*REAL, torch.complex64, torch.complex128)
@@ -68,6 +70,10 @@ class Mode:
         return (torch.float32, *SHORT)[pick % 3] if is_free else param.dtype
 
     def moment(self, optimizer, param, name):
+        if isinstance(optimizer, CPUOffload):
+            host = optimizer.host_copy(param)
+            host.data.copy_(param.detach())  # as the next step does; a remainder is a part of it
+            optimizer, param = optimizer.host_optimizer, host
         if isinstance(optimizer, FusedAdam):
             return optimizer.get_unscaled_state(param, name)
         return optimizer.state[param][name]
@@ -80,8 +86,12 @@ class Mode:
 class Maker:
     cls: type
     options: dict[str, Any]
+    offload_gradients: bool | None = None  # None: without CPUOffload
 
     def __call__(self, groups):
+        if self.offload_gradients is not None:
+            far = {"offload_gradients": self.offload_gradients, "link": LazyLink()}
+            return CPUOffload(groups, self.cls, minimal_size=0, **far, **self.options)
         return self.cls(groups, **self.options)
 
 
@@ -131,6 +141,12 @@ def lars(**options):
     maker = Maker(FusedLARS, {"lr": 0.05, **hyper})
     hyper = {**hyper, "is_skipped": False}
     return Mode(maker, models.lars, hyper, counts=False, takes_infinity=False)
+
+
+def offloaded(mode, offload_gradients=False):
+    """The same on the host, with parameters and gradients elsewhere."""
+    make = dataclasses.replace(mode.make, offload_gradients=offload_gradients)
+    return dataclasses.replace(mode, make=make)
 
 
 NARROW = (*REAL[:3], torch.complex64)
@@ -201,4 +217,18 @@ MODES = {
     "sgd_late_decay": sgd(wd_after_momentum=True),
     "lars": lars(),
     "lars_nesterov": lars(nesterov=True),
+}
+MODES |= {
+    "offloaded_masters": offloaded(MODES["adam_masters"]),
+    "offloaded_float8": offloaded(MODES["adam_float8_half_masters"]),
+    "offloaded_remainders": offloaded(MODES["adam_remainders"]),
+    "offloaded_decoupled": offloaded(MODES["adam_decoupled"]),
+    "offloaded_amsgrad": offloaded(MODES["amsgrad"]),
+    "offloaded_lamb": offloaded(MODES["lamb"]),
+    "offloaded_novograd": offloaded(MODES["novograd"]),
+    "offloaded_adagrad": offloaded(MODES["adagrad"]),
+    "offloaded_sgd": offloaded(MODES["sgd_momentum"]),
+    "offloaded_lars": offloaded(MODES["lars"]),
+    "offloaded_gradients": offloaded(MODES["adam_masters"], offload_gradients=True),
+    "offloaded_gradients_sgd": offloaded(MODES["nesterov"], offload_gradients=True),
 }

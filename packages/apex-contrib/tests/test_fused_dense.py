@@ -360,6 +360,27 @@ def test_bad_input_of_two_layers():
             fused_dense_gelu_dense_function(*given)
 
 
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_errors_name_what_was_called(grad_enabled):
+    calls = {
+        "FusedDense": FusedDense(5, 3),
+        "FusedDenseGeluDense": FusedDenseGeluDense(5, 3, 2),
+        "FusedDenseFunc": lambda x: FusedDenseFunc.apply(x, W[:, :5], B),
+        "DenseNoBiasFunc": lambda x: DenseNoBiasFunc.apply(x, W[:, :5]),
+        "FusedDenseGeluDenseFunc": lambda x: FusedDenseGeluDenseFunc.apply(x, W[:, :5], B, W, B),
+        "fused_dense_function": lambda x: fused_dense_function(x, W[:, :5], None),
+        "dense_no_bias_function": lambda x: dense_no_bias_function(x, W[:, :5]),
+    }
+    for name, call in calls.items():
+        with (
+            torch.set_grad_enabled(grad_enabled),
+            pytest.raises(
+                ValueError, match=rf"^{name}: weight1? must have shape \[out_features, 4\]"
+            ),
+        ):
+            call(torch.ones(2, 4))
+
+
 def test_names_of_apex(device):
     assert module._fused_dense is fused_dense_function
     assert module._dense_no_bias is dense_no_bias_function

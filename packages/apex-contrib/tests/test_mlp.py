@@ -259,6 +259,15 @@ def test_bad_input(error, text, given):
         mlp_function(*given)
 
 
+def test_errors_name_what_was_called():
+    for call, name in [
+        (MLP([5, 3]), "MLP"),
+        (lambda x: MlpFunction.apply(0, 1, x, W), "MlpFunction"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^{name}: weights\[0\] must have shape \[out_feat"):
+            call(torch.ones(2, 4))
+
+
 def test_bad_module():
     with pytest.raises(TypeError, match="'none', 'relu' or 'sigmoid', got 'gelu'"):
         MLP([4, 3], activation="gelu")

@@ -144,6 +144,19 @@ def test_bad_shapes_are_refused(kind, shape):
         kind(0.5)
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_errors_name_the_module(kind):
+    """Not the function behind it, which the caller did not call."""
+    modules = [kind(7)]
+    if "Mixed" not in kind.__name__:
+        modules.append(kind(7, elementwise_affine=False))
+    for module in modules:
+        with pytest.raises(ValueError, match=rf"^{kind.__name__}: normalized_shape is \[7\], but "):
+            module(torch.randn(3, 6))
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}: input must be a float64, "):
+            module(torch.ones(3, 7, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("shape", [numpy.int64(5), [numpy.int64(5)], torch.tensor(5)], ids=repr)
 def test_shapes_of_integers(shape, device):
     """Whatever is an index, as with torch's modules."""

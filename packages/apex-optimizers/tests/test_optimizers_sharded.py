@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from apex.optimizers import (
+    CPUOffload,
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
@@ -177,6 +178,30 @@ def check_training(rank, world_size):
 
 def test_training_with_fsdp(two_ranks):
     two_ranks(check_training)
+
+
+def check_offloaded_by_fsdp(rank, world_size, case):
+    """Parameters that FSDP2 keeps on the CPU are stepped where they are."""
+    cls, options = CASES[case]
+    mesh = init_device_mesh("cpu", (world_size,))
+    models = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    for model in models:
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    plain = cls(models[0].parameters(), lr=0.1, **options)
+    offloaded = CPUOffload(models[1].parameters(), cls, lr=0.1, minimal_size=0, **options)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(3):
+        for model, optimizer in zip(models, (plain, offloaded), strict=True):
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+@pytest.mark.parametrize("case", ["adam_masters", "lamb", "sgd"])
+def test_offloaded_by_fsdp(two_ranks, case):
+    two_ranks(check_offloaded_by_fsdp, case=case)
 
 
 def check_grad_scaler(rank, world_size, cls, options):

@@ -1,6 +1,12 @@
 """Mixed-precision training: opt levels, loss scaling, and casts that can be switched off."""
 
+from sys import argv as _argv
 from typing import TYPE_CHECKING
+
+if _argv[:1] == ["-m"]:  # the doctor may be asked, which answers without torch too
+    from ._shared.native.doctor_torch import answer_without_torch as _answer
+
+    _answer(__name__)
 
 from . import _moved
 from .__version__ import VERSION, __version__

@@ -103,28 +103,47 @@ _gelu_dense = Composed(
 )
 
 
-def _check_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    name = "dense_no_bias_function" if bias is None else "fused_dense_function"
+def _check_dense(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_input(name, input)
     check_layer(name, input, input.shape[-1], weight, bias)
 
 
-def _apply_dense(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    _check_dense(input, weight, bias)
+def _checked_dense(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _check_dense(name, input, weight, bias)
     if needs_float32(input, weight):
         wide = [t if t is None else t.float() for t in (input, weight, bias)]
         return dense(None, *wide).to(input.dtype)
     return dense(None, input, weight, bias)
 
 
-def _apply_no_bias(input: Tensor, weight: Tensor) -> Tensor:
-    return _apply_dense(input, weight, None)
+def _dense(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`fused_dense_function`, whose errors begin with the caller's ``name``."""
+    try:
+        if (
+            (answer := plainness(input, weight, bias))
+            and weight.dim() == 2
+            and (bias is None or (bias.shape == weight.shape[:1] and not bias.is_meta))
+            and not weight.is_meta
+            and not input.is_meta
+            and (
+                input.dtype is torch.float32
+                or (input.dtype in FLOATS and input.dim() and not needs_float32(input, weight))
+            )
+        ):
+            return dense.plain[answer](None, input, weight, bias)
+    except (AttributeError, RuntimeError):  # of None, and of torch's checks
+        explain(_check_dense, name, input, weight, bias)
+    return _checked_dense(name, *autocast(input, weight, bias))
 
 
-def _apply_gelu_dense(
-    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+def _checked_gelu_dense(
+    name: str,
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
 ) -> Tensor:
-    name = "fused_dense_gelu_dense_function"
     check_input(name, input)
     columns = check_layer(name, input, input.shape[-1], weight1, bias1, ("weight1", "bias1"))
     check_layer(name, input, columns, weight2, bias2, ("weight2", "bias2"))
@@ -133,6 +152,29 @@ def _apply_gelu_dense(
         wide = [t if t is None else t.float() for t in tensors]
         return _gelu_dense(None, *wide).to(input.dtype)
     return _gelu_dense(None, *tensors)
+
+
+def _dense_gelu_dense(
+    name: str,
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+) -> Tensor:
+    """:func:`fused_dense_gelu_dense_function`, whose errors begin with the caller's ``name``."""
+    tensors = (input, weight1, bias1, weight2, bias2)
+    if (
+        (answer := plainness(*tensors))
+        and input is not None
+        and input.dtype in FLOATS
+        and input.layout is torch.strided
+        and input.dim()
+        and fits(input, input.shape[-1], (weight1, bias1), (weight2, bias2))
+        and not needs_float32(input, weight1, weight2)
+    ):
+        return _gelu_dense.plain[answer](None, *tensors)
+    return _checked_gelu_dense(name, *autocast(*tensors))
 
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -160,27 +202,12 @@ def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> 
         >>> fused_dense_function(torch.randn(4, 8), torch.randn(3, 8), torch.randn(3)).shape
         torch.Size([4, 3])
     """
-    try:
-        if (
-            (answer := plainness(input, weight, bias))
-            and weight.dim() == 2
-            and (bias is None or (bias.shape == weight.shape[:1] and not bias.is_meta))
-            and not weight.is_meta
-            and not input.is_meta
-            and (
-                input.dtype is torch.float32
-                or (input.dtype in FLOATS and input.dim() and not needs_float32(input, weight))
-            )
-        ):
-            return dense.plain[answer](None, input, weight, bias)
-    except (AttributeError, RuntimeError):  # of None, and of torch's checks
-        explain(_check_dense, input, weight, bias)
-    return _apply_dense(*autocast(input, weight, bias))
+    return _dense("fused_dense_function", input, weight, bias)
 
 
 def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
     """Apply a dense layer without bias; the rest is as of :func:`fused_dense_function`."""
-    return fused_dense_function(input, weight, None)
+    return _dense("dense_no_bias_function", input, weight, None)
 
 
 def fused_dense_gelu_dense_function(
@@ -215,17 +242,7 @@ def fused_dense_gelu_dense_function(
         torch.Size([4, 3])
     """
     tensors = (input, weight1, bias1, weight2, bias2)
-    if (
-        (answer := plainness(*tensors))
-        and input is not None
-        and input.dtype in FLOATS
-        and input.layout is torch.strided
-        and input.dim()
-        and fits(input, input.shape[-1], (weight1, bias1), (weight2, bias2))
-        and not needs_float32(input, weight1, weight2)
-    ):
-        return _gelu_dense.plain[answer](None, *tensors)
-    return _apply_gelu_dense(*autocast(*tensors))
+    return _dense_gelu_dense("fused_dense_gelu_dense_function", *tensors)
 
 
 # NVIDIA's names.
@@ -237,19 +254,28 @@ _fused_dense_gelu_dense = fused_dense_gelu_dense_function
 class FusedDenseFunc(NamedFunction):
     """Apex's class of :func:`fused_dense_function`; arguments are not cast under autocast."""
 
-    apply = staticmethod(_apply_dense)
+    @staticmethod
+    def apply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _checked_dense("FusedDenseFunc", input, weight, bias)
 
 
 class DenseNoBiasFunc(NamedFunction):
     """Apex's class of :func:`dense_no_bias_function`; arguments are not cast under autocast."""
 
-    apply = staticmethod(_apply_no_bias)
+    @staticmethod
+    def apply(input: Tensor, weight: Tensor) -> Tensor:
+        return _checked_dense("DenseNoBiasFunc", input, weight, None)
 
 
 class FusedDenseGeluDenseFunc(NamedFunction):
     """Apex's class of :func:`fused_dense_gelu_dense_function`; autocast casts no arguments."""
 
-    apply = staticmethod(_apply_gelu_dense)
+    @staticmethod
+    def apply(
+        input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+    ) -> Tensor:
+        tensors = (input, weight1, bias1, weight2, bias2)
+        return _checked_gelu_dense("FusedDenseGeluDenseFunc", *tensors)
 
 
 def _reset(weight: Tensor, bias: Tensor | None) -> None:
@@ -292,8 +318,8 @@ class FusedDense(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         parameters = self._parameters  # attributes of modules take a while to look up
         if "weight" in parameters and "bias" in parameters:
-            return fused_dense_function(input, parameters["weight"], parameters["bias"])
-        return fused_dense_function(input, self.weight, self.bias)  # parametrized
+            return _dense("FusedDense", input, parameters["weight"], parameters["bias"])
+        return _dense("FusedDense", input, self.weight, self.bias)  # parametrized
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -306,7 +332,7 @@ class FusedDenseGeluDense(nn.Module):
     Args:
         in_features: of the input, ``[..., in_features]``.
         intermediate_features: between the layers.
-        out_features: of the output.
+        out_features: of the output, ``[..., out_features]``.
         bias: whether the layers have biases. (In Apex they must.)
 
     Attributes:
@@ -348,7 +374,7 @@ class FusedDenseGeluDense(nn.Module):
             )
         except KeyError:  # parametrized
             tensors = (self.weight1, self.bias1, self.weight2, self.bias2)
-        return fused_dense_gelu_dense_function(input, *tensors)
+        return _dense_gelu_dense("FusedDenseGeluDense", input, *tensors)
 
     def extra_repr(self) -> str:
         features = f"in_features={self.in_features}, out_features={self.out_features}"

@@ -99,8 +99,15 @@ _run_activation_backward = direct(dense_activation_backward)
 _mlp = Composed(_NAME, _forward, _backward, _reference, is_asked=True)
 
 
-def _apply(bias: int, activation: int, *args: Tensor) -> Tensor:
-    check_operands(_NAME, bias, activation, args)
+def _call(name: str, bias: int, activation: int, *args: Tensor) -> Tensor:
+    """:func:`mlp_function`, whose errors begin with the caller's ``name``."""
+    if (answer := plainness(*args)) and _fit(bias, activation, args):
+        return _mlp.plain[answer]((bool(bias), int(activation)), *args)
+    return _checked(name, bias, activation, *(autocast(*args) if args else ()))
+
+
+def _checked(name: str, bias: int, activation: int, *args: Tensor) -> Tensor:
+    check_operands(name, bias, activation, args)
     input, option = args[0], (bool(bias), int(activation))
     if needs_float32(*args):
         return _mlp(option, *[tensor.float() for tensor in args]).to(input.dtype)
@@ -159,9 +166,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
         >>> mlp_function(1, 1, x, weight, bias).shape
         torch.Size([4, 3])
     """
-    if (answer := plainness(*args)) and _fit(bias, activation, args):
-        return _mlp.plain[answer]((bool(bias), int(activation)), *args)
-    return _apply(bias, activation, *autocast(*args)) if args else _apply(bias, activation)
+    return _call(_NAME, bias, activation, *args)
 
 
 def _fit(bias: int, activation: int, args: Sequence[Any]) -> bool:
@@ -205,7 +210,9 @@ def check_operands(name: str, bias: int, activation: int, args: Sequence[Tensor]
 class MlpFunction(NamedFunction):
     """Apex's class of :func:`mlp_function`; its arguments are not cast under autocast."""
 
-    apply = staticmethod(_apply)
+    @staticmethod
+    def apply(bias: int, activation: int, *args: Tensor) -> Tensor:
+        return _checked("MlpFunction", bias, activation, *args)
 
 
 class MLP(nn.Module):
@@ -280,7 +287,7 @@ class MLP(nn.Module):
             is_own = False  # parametrized
         if not is_own:
             weights, biases = self.weights, self.biases
-        return mlp_function(self.bias, self.activation, input, *weights, *biases)
+        return _call("MLP", self.bias, self.activation, input, *weights, *biases)
 
     def extra_repr(self) -> str:
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"

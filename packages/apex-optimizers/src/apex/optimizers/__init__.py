@@ -1,9 +1,16 @@
 """Optimizers that update all parameters of one device and dtype in a single launch."""
 
 from importlib import import_module as _import_module
+from sys import argv as _argv
 from typing import TYPE_CHECKING
 
+if _argv[:1] == ["-m"]:  # the doctor may be asked, which answers without torch too
+    from ._shared.native.doctor_torch import answer_without_torch as _answer
+
+    _answer(__name__)
+
 if TYPE_CHECKING:
+    from .cpu_offload import CPUOffload
     from .fused_adagrad import FusedAdagrad
     from .fused_adam import FusedAdam
     from .fused_lamb import FusedLAMB
@@ -13,6 +20,7 @@ if TYPE_CHECKING:
     from .fused_sgd import FusedSGD
 
 __all__ = [
+    "CPUOffload",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
@@ -21,8 +29,9 @@ __all__ = [
     "FusedNovoGrad",
     "FusedSGD",
 ]
-# Each is imported when it is asked for: a script that uses one does not wait for seven.
+# Each is imported when it is asked for: a script that uses one does not wait for all.
 _MODULES = {
+    "CPUOffload": "cpu_offload",
     "FusedAdagrad": "fused_adagrad",
     "FusedAdam": "fused_adam",
     "FusedLAMB": "fused_lamb",

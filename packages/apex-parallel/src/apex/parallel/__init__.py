@@ -1,5 +1,12 @@
 """Data parallelism over torch.distributed: gradient buckets and synchronised batch norm."""
 
+from sys import argv as _argv
+
+if _argv[:1] == ["-m"]:  # the doctor may be asked, which answers without torch too
+    from ._shared.native.doctor_torch import answer_without_torch as _answer
+
+    _answer(__name__)
+
 from torch.distributed import ReduceOp
 
 from .distributed import DistributedDataParallel, Reducer

@@ -152,15 +152,18 @@ class Bottleneck(nn.Module):
               \mathrm{relu}(b_1(w_1 \star x))))) + \mathrm{identity}(x))
 
     Args:
-        in_channels, bottleneck_channels, out_channels: of the input, between, and of the output.
-        stride: of the first convolution; where it is not 1, or ``in_channels`` is not
-            ``out_channels``, the identity is a 1x1 convolution with frozen batch norm.
-        groups, dilation: 1.
-        norm_func: None: batch norms are frozen.
+        in_channels, out_channels: of the input and of the output.
+        bottleneck_channels: between the convolutions.
+        stride: of the first convolution and of the identity's; where it is not 1, or
+            ``in_channels`` is not ``out_channels``, the identity is a 1x1 convolution with frozen
+            batch norm.
+        groups, dilation: only 1.
+        norm_func: only None: batch norms are frozen.
         use_cudnn: scale, bias, ReLU and residual in one pass each, by our kernels; else plain
             PyTorch, which ``torch.func`` and second derivatives take as well. The results are the
             same to within rounding. (Apex's name; there is no cuDNN on a CPU.)
-        explicit_nhwc: input and output are ``[N, H, W, C]``, and the weights ``[K, R, S, C]``.
+        explicit_nhwc: input and output are ``[N, H, W, C]``, and the weights ``[K, R, S, C]``;
+            needs ``use_cudnn``.
 
     Input is ``[N, in_channels, H, W]``; float64, float32, float16 or bfloat16, as the weights.
     Under autocast both are cast to its dtype.

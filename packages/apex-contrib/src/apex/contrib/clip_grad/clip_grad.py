@@ -38,7 +38,8 @@ def clip_grad_norm_(
         max_norm: the largest norm that is left as it is.
         norm_type: the order of the norm, ``inf`` for the largest absolute value. Kernels compute
             the orders 1, 2 and infinity, and torch all others.
-        error_if_nonfinite: raise where the norm is inf or NaN; this waits for the device.
+        error_if_nonfinite: raise RuntimeError where the norm is inf or NaN, and change no gradient;
+            this waits for the device.
         foreach: as torch's function takes it, where that answers. Kernels always take all gradients
             of a dtype at once.
 

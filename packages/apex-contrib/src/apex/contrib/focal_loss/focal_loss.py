@@ -66,11 +66,11 @@ def focal_loss(
         cls_output: logits ``[..., C]``; float64, float32, float16 or bfloat16; any layout.
         cls_targets_at_level: ``[...]`` int64: the class of each anchor; -2 leaves it out; any other
             negative number says that no class is right (background).
-        num_positive_sum: one number, a tensor on the device of ``cls_output``, or of Python.
+        num_positive_sum: :math:`P`, a number, or a tensor of one on the device of ``cls_output``.
         num_real_classes: columns from here on are padding, without loss and gradient.
         alpha: weight of the right class; the others have ``1 - alpha``.
         gamma: 0 or more; how much less what is classified well counts.
-        label_smoothing: ``s``: targets of the BCE are ``1 - s / 2`` and ``s / 2``.
+        label_smoothing: ``s``, in ``[0, 1]``: targets of the BCE are ``1 - s / 2`` and ``s / 2``.
 
     Returns:
         A float32 number, float64 for float64. Derivatives of any order work.

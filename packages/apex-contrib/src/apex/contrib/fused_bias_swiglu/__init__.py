@@ -64,7 +64,8 @@ def fused_bias_swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
     .. math:: a, b = \mathrm{halves}(x + \mathrm{bias}), \qquad y = \frac{a}{1 + e^{-a}} \, b
 
     Args:
-        input: ``[..., 2H]``, ``H > 0``; float64, float32, float16 or bfloat16; any layout.
+        input: ``[..., 2H]``, ``H > 0``; float64, float32, float16 or bfloat16; any layout. It is
+            copied if it is not contiguous.
         bias: ``[2H]``, in the input's dtype and on its device, or None for zero.
 
     Returns:

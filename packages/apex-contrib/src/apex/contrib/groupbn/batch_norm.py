@@ -50,7 +50,7 @@ class BatchNorm2d_NHWC(_BatchNorm):
 
     Args:
         num_features: number of channels C.
-        fuse_relu: apply a ReLU.
+        fuse_relu: apply a ReLU; needed for a residual.
         bn_group: how many consecutive ranks share statistics; divides the number of ranks. All
             ranks must make their modules in the same order. 1: no communication.
         torch_channels_last: x is ``[N, C, H, W]`` in torch's channels_last memory format (another

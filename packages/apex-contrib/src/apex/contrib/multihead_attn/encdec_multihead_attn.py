@@ -84,9 +84,10 @@ class EncdecMultiheadAttn(Attention):
             query: ``[t, b, e]``; float64, float32, float16 or bfloat16, as the parameters.
             key: ``[s, b, e]``.
             value: ``key`` again, or None.
-            key_padding_mask: ``[b, s]``: hides a key where it is not 0.
+            key_padding_mask: ``[b, s]``: hides a key where it is not 0, whatever its dtype.
             need_weights: return the weights, ``[b, t, s]``, averaged over heads, after dropout.
-            attn_mask: ``[t, s]``, for queries and keys: hides what is not 0.
+            attn_mask: ``[t, s]``, for queries and keys: hides what is not 0. Not together with the
+                other mask.
             is_training: whether to drop anything; ``train()`` and ``eval()`` change nothing.
 
         Raises:

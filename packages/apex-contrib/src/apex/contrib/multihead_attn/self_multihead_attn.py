@@ -29,7 +29,7 @@ class SelfMultiheadAttn(Attention):
         include_norm_add: return ``x + dropout(y)``, with y of the layer norm of x.
         impl: "fast" and "default" compute the same.
         separate_qkv_params: keep q, k and v in parameters of their own.
-        mask_additive: ``key_padding_mask`` is added to the scores.
+        mask_additive: ``key_padding_mask`` is floating point and added to the scores.
 
     Attributes:
         in_proj_weight: ``[3e, e]``, laid out as ``[heads, 3, d, e]``; or with
@@ -117,10 +117,11 @@ class SelfMultiheadAttn(Attention):
         Args:
             query: ``[t, b, e]``; float64, float32, float16 or bfloat16, as the parameters.
             key, value: ``query`` again, or None.
-            key_padding_mask: ``[b, t]``, which hides a key where it is not 0, or with
-                ``mask_additive`` is added to the scores.
+            key_padding_mask: ``[b, t]``, which hides a key where it is not 0, whatever its dtype,
+                or with ``mask_additive`` is added to the scores.
             need_weights: return the weights, ``[b, t, t]``, averaged over heads, after dropout.
-            attn_mask: ``[t, t]``, for queries and keys: hides what is not 0.
+            attn_mask: ``[t, t]``, for queries and keys: hides what is not 0. Not together with the
+                other mask.
             is_training: whether to drop anything; ``train()`` and ``eval()`` change nothing.
 
         Raises:

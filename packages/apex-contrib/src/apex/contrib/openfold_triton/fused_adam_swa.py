@@ -60,7 +60,8 @@ class FusedAdamSWA(torch.optim.Optimizer):
         bias_correction: divide the moments by :math:`1-\beta^t`.
         betas: decay of the two running averages per step, each in ``[0, 1)``.
         eps: added to the root, in gradient units; ``>= 0``.
-        adam_math_mode: an :class:`AdamMathType`.
+        adam_math_mode: an :class:`AdamMathType`: ``ApexAdam`` and ``PyTorchAdam`` add the decay to
+            the gradient, ``ApexAdamW`` decouples it.
         weight_decay: per step; ``>= 0``.
         amsgrad, capturable, master_weights: not supported; ``True`` raises.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.

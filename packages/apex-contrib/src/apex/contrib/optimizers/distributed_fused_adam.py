@@ -57,12 +57,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         amsgrad: not supported; ``True`` raises.
         dtype: of the state: float32, float16 or bfloat16.
         grad_sync_dtype: in which gradients are added up; by default ``dtype``.
-        param_sync_dtype: in which new parameters are sent; by default ``dtype``. Of an integer
-            dtype, the most significant bytes of the values are sent, others become zero.
-        device: ``"cuda"``, the default, stands for the device of the parameters.
+        param_sync_dtype: in which new parameters are sent: ``dtype``, another of these, float64, or
+            an integer dtype: the most significant bytes are sent, others become zero.
+        device: ``"cuda"``, the default, means the parameters' device; another must be theirs.
         process_group: ranks with the same parameters; by default all.
-        distributed_process_group: ranks over which the state is divided; by default
-            ``process_group``.
+        distributed_process_group: ranks that divide the state; by default ``process_group``.
         redundant_process_group: ranks that hold the same share. The sizes of both multiply to that
             of ``process_group``.
         average_grad_sync: average gradients over ``process_group``, or sum them.
@@ -72,15 +71,16 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             :meth:`step` waits for all.
         bucket_cap_mb: size of a bucket, in MiB of ``grad_sync_dtype``; less than 70 % full: warns.
         pipeline_size: how many buckets are under way at once.
-        contiguous_param_buffer: make parameters, which are of ``param_sync_dtype``, or of the size
-            of that integer dtype, views of one buffer per combination of dtypes.
+        contiguous_param_buffer: make parameters, of ``param_sync_dtype`` or as wide as that integer
+            dtype (int32 for float32), views of the buffers, one per dtypes, that receive them.
         contiguous_grad_buffer: add gradients up in one buffer; :meth:`grad_buffer_view` shows it.
         store_params: keep this rank's share of the parameters in ``dtype``.
         store_param_remainders: keep those 16 bits of a float32 value that its bfloat16 parameter
             lacks; with ``store_params=False``. The parameter is then the value rounded with ties
             away from zero.
         with_scaled_states: keep float16 or bfloat16 states with a scale per part of a parameter.
-        nccl_ub: take gradient buffers from NCCL's memory; needs ``contiguous_grad_buffer``, GPUs.
+        nccl_ub: take gradient buffers from memory that NCCL registers, see
+            :mod:`apex.contrib.nccl_allocator`; needs ``contiguous_grad_buffer``, GPUs and NCCL.
         capturable: keep ``lr``, ``step`` and the overflow flag on the device.
         module: the model, for ``overlap_param_sync``.
 
@@ -161,7 +161,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         module: nn.Module | None = None,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        arguments.check_options(given)
+        arguments.check_options(given, params)
         names = ("lr", "bias_correction", "betas", "eps", "weight_decay")
         super().__init__(params, {name: given[name] for name in names})
         self.args_dict = given

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_module
 from .._shared.native.writes import call_counted, keep_from_tracing
 from ..clip_grad.ops import clip_grad_total_norm
 from .given_lists import Batches, by_group, check_grad, check_output, fit_together, match_layout
@@ -91,6 +92,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._use_multi_tensor = use_mt
         self._amp_scale_adjustment = amp_scale_adjustment
+        check_is_no_module(_NAME, params)
         keep_from_tracing(type(self))
         super().__init__(params, defaults)
         for group in self.param_groups:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_module
 from .._shared.native.writes import call_counted, keep_from_tracing
 from ..clip_grad.ops import clip_grad_total_norm
 from .given_lists import Batches, check_grad, match_layout
@@ -83,6 +84,7 @@ class FusedLAMB(torch.optim.Optimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
+        check_is_no_module(_NAME, params)
         keep_from_tracing(type(self))
         super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_module
 from .._shared.native.writes import call_counted, keep_from_tracing
 from .given_lists import Batches, by_group, check_grad, check_output, fit_together, match_layout
 from .legacy_sgd import masters_sgd_step
@@ -70,6 +71,7 @@ class FusedSGD(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
+        check_is_no_module(_NAME, params)
         keep_from_tracing(type(self))
         super().__init__(params, defaults)
         for group in self.param_groups:

@@ -149,11 +149,13 @@ class ASP:
                 returns its mask.
             verbosity: 0 is silent; from 2 on it prints what is not pruned and why, from 3 on all.
             whitelist: types of layers, subclasses included.
-            allowed_layer_names, disallowed_layer_names: restrict layers by their names in
-                ``model.named_modules()``; None allows all.
+            allowed_layer_names: take only layers of these names in ``model.named_modules()``; None:
+                all.
+            disallowed_layer_names: take no layers of these names.
             allow_recompute_mask: keep pruned values (in buffers ``__weight_mma_pruned_p`` on the
                 CPU), so that masks can be computed again.
-            custom_layer_dict: other types, and the names of their parameters to prune.
+            custom_layer_dict: ``{type: [names of parameters]}``: other types, and what to prune of
+                them.
             allow_permutation: let :meth:`compute_sparse_masks` look for an order of channels that
                 loses less. The network computes the same.
 

@@ -42,11 +42,15 @@ def torchsched(
     on other streams. On a CPU the graph is compiled as Inductor does, with these decompositions.
 
     Args:
-        model_, example_inputs_: what Dynamo gives a backend.
-        inner_compile: compiles graphs without gradients; default: Inductor's ``compile_fx_inner``.
+        model_: a graph, as Dynamo gives it to a backend.
+        example_inputs_: its inputs.
+        inner_compile: compiles the parts, which are graphs without gradients; default: Inductor's
+            ``compile_fx_inner``.
         config_patches: settings of ``torch._inductor.config``.
         decompositions: more of them, by operator.
-        mode, options, name: of ``torch.compile``.
+        mode: of ``torch.compile``; ``"reduce-overhead"`` raises where the graph is divided.
+        options: of ``torch.compile``.
+        name: of ``torch.compile``, from torch 2.12 on.
 
     Raises:
         ValueError: the graph would run on several streams, but ``mode`` or ``options`` ask for

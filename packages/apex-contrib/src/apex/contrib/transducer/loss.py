@@ -84,8 +84,8 @@ class TransducerLoss(nn.Module):
                 or bfloat16; any layout. Packed: ``[sum(f_len * (y_len + 1)), V]``.
             label: ``[B, U - 1]`` int32 or int64, each in ``[0, V)``; those behind ``y_len`` are not
                 read.
-            f_len: ``[B]``, how many frames each sample has, 0 to ``T``.
-            y_len: ``[B]``, how many labels each sample has, 0 to ``U - 1``.
+            f_len: ``[B]`` int32 or int64, how many frames each sample has, 0 to ``T``.
+            y_len: ``[B]`` int32 or int64, how many labels each sample has, 0 to ``U - 1``.
             blank_idx: the class of the blank.
             batch_offset: of packed ``x``, ``[B]``: ``cumsum(f_len * (y_len + 1))``.
             max_f_len: of packed ``x``: the largest of ``f_len``, or more.

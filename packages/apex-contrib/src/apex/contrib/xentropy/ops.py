@@ -45,7 +45,7 @@ def softmax_xentropy_forward(
         RuntimeError: shapes, dtypes or devices do not fit, or a label is out of range (CPU).
 
     Source:
-        Szegedy et al. 2016, section 7; Milakov & Gimelshein 2018 for the single pass.
+        Milakov & Gimelshein 2018, for the single pass.
     """
     rows = logits.shape[0]
     dtype = torch.float32 if half_to_float else logits.dtype

@@ -103,7 +103,7 @@ class SoftmaxCrossEntropyLoss(NamedFunction):
             labels: ``[N]`` int64 on the same device, each in ``[0, C)`` or ``padding_idx``.
             smoothing: ``s``, the share of the target spread evenly over all classes; in ``[0, 1]``.
             padding_idx: rows with this label have loss 0 and gradient 0, whatever their logits
-                are. **Default 0, see above**; None: no row is left out.
+                are. **Default 0, as in Apex**; None: no row is left out.
             half_to_float: give float32 losses for float16 or bfloat16 logits.
 
         Returns:

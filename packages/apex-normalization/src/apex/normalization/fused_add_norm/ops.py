@@ -43,9 +43,6 @@ def add_layer_norm_forward(
         y: shape and dtype of ``x``.
         sum: rounded to the residual's dtype; mean, rstd and y are those of the rounded sum.
         mean, rstd: statistics, ``[rows]``.
-
-    Source:
-        Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
     return *_like(x, residual), statistics(x, columns), statistics(x, columns)
 
@@ -104,9 +101,6 @@ def add_rms_norm_forward(
     """``sum = x + residual; y = sum * rstd * weight`` with ``rstd = 1 / sqrt(mean(sum**2) + eps)``.
 
     Arguments and results are those of :func:`add_layer_norm_forward`, without bias and mean.
-
-    Source:
-        Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
     return *_like(x, residual), statistics(x, columns)
 

@@ -218,9 +218,12 @@ def fused_rms_norm_affine(
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \, w
 
-    Arguments, results and errors are those of :func:`fused_layer_norm_affine`, without a bias.
-    ``eps=None`` is machine epsilon as with ``torch.nn.functional.rms_norm``: float32's, or
-    float64's for float64 input. ``zero_centered_gamma=True`` makes it Gemma's norm.
+    Args:
+        eps: added to the mean square, in units of ``input ** 2``; ``>= 0``. None is machine epsilon
+            as with ``torch.nn.functional.rms_norm``: float32's, or float64's for float64 input.
+
+    Other arguments, results and errors are those of :func:`fused_layer_norm_affine`, without a
+    bias. ``zero_centered_gamma=True`` makes it Gemma's norm.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.

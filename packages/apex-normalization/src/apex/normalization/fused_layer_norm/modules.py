@@ -186,17 +186,16 @@ class FusedLayerNorm(_Norm):
 
     def forward(self, input: Tensor) -> Tensor:
         shape, eps, efficient = self.normalized_shape, self.eps, self.memory_efficient
-        centered = self.zero_centered_gamma
         parameters = self._parameters  # attributes of modules take a while to look up
         if "weight" in parameters and "bias" in parameters:
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized, or views of a flat parameter
             weight, bias = self.weight, self.bias
-        if weight is not None and type(input) is Tensor:  # what torch.fx records is none
+        centered = weight is not None and self.zero_centered_gamma
+        if type(input) is Tensor:  # what torch.fx records is none
             return run_layer_norm(
-                "fused_layer_norm_affine", input, weight, bias, shape, eps, efficient, False,
-                centered,
-            )  # fmt: skip
+                "FusedLayerNorm", input, weight, bias, shape, eps, efficient, False, centered
+            )
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
         return fused_layer_norm_affine(
@@ -209,9 +208,14 @@ class FusedRMSNorm(_Norm):
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \, w
 
-    Arguments, dtypes and errors are those of :class:`FusedLayerNorm`; there is no bias.
-    ``eps=None`` is machine epsilon as with :class:`torch.nn.RMSNorm`, whose default it is:
-    float32's, or float64's for float64 input. ``zero_centered_gamma=True`` makes it Gemma's norm.
+    Args:
+        eps: added to the mean square, in units of ``input ** 2``; ``>= 0``. None is machine epsilon
+            as with :class:`torch.nn.RMSNorm`, whose default it is: float32's, or float64's for
+            float64 input.
+        elementwise_affine: whether there is a weight, else it is None.
+        zero_centered_gamma: multiply by ``1 + weight``, as Gemma's norm does.
+
+    Other arguments, dtypes and errors are those of :class:`FusedLayerNorm`; there is no bias.
 
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
@@ -250,12 +254,12 @@ class FusedRMSNorm(_Norm):
 
     def forward(self, input: Tensor) -> Tensor:
         options = self.normalized_shape, self.eps, self.memory_efficient
-        centered, parameters = self.zero_centered_gamma, self._parameters
-        weight = parameters.get("weight")  # None also where it is parametrized
+        weight = self._parameters.get("weight")  # None also where it is parametrized
         if weight is None:
             weight = self.weight
-        if weight is not None and type(input) is Tensor:  # as above
-            return run_rms_norm("fused_rms_norm_affine", input, weight, *options, False, centered)
+        centered = weight is not None and self.zero_centered_gamma
+        if type(input) is Tensor:  # as above
+            return run_rms_norm("FusedRMSNorm", input, weight, *options, False, centered)
         if weight is None:
             return fused_rms_norm(input, *options)
         return fused_rms_norm_affine(input, weight, *options, zero_centered_gamma=centered)
@@ -284,9 +288,13 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         options = (self.normalized_shape, self.eps, self.memory_efficient)
-        centered = self.zero_centered_gamma
+        weight, bias, centered = self.weight, self.bias, self.zero_centered_gamma
+        if type(input) is Tensor:  # as above
+            return run_layer_norm(
+                "MixedFusedLayerNorm", input, weight, bias, *options, True, centered
+            )
         return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, *options, zero_centered_gamma=centered
+            input, weight, bias, *options, zero_centered_gamma=centered
         )
 
 
@@ -315,6 +323,9 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         options = (self.normalized_shape, self.eps, self.memory_efficient)
+        weight, centered = self.weight, self.zero_centered_gamma
+        if type(input) is Tensor:  # as above
+            return run_rms_norm("MixedFusedRMSNorm", input, weight, *options, True, centered)
         return mixed_dtype_fused_rms_norm_affine(
-            input, self.weight, *options, zero_centered_gamma=self.zero_centered_gamma
+            input, weight, *options, zero_centered_gamma=centered
         )

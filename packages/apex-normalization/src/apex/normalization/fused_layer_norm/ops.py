@@ -40,9 +40,6 @@ def layer_norm_forward(
     Returns:
         y: shape of ``x``, dtype of ``weight`` (of ``x`` without one).
         mean, rstd: statistics, ``[rows]``.
-
-    Source:
-        Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
     y = torch.empty_like(x, dtype=_output_dtype(x, weight), memory_format=torch.contiguous_format)
     return y, statistics(x, columns), statistics(x, columns)
@@ -122,9 +119,6 @@ def rms_norm_forward(
     """``y = x * rstd * weight`` with ``rstd = 1 / sqrt(mean(x ** 2) + eps)``.
 
     Arguments and results are those of :func:`layer_norm_forward`, without bias and mean.
-
-    Source:
-        Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
     y = torch.empty_like(x, dtype=_output_dtype(x, weight), memory_format=torch.contiguous_format)
     return y, statistics(x, columns)

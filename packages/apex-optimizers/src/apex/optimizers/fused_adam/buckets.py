@@ -69,8 +69,19 @@ class AdamBucket(Bucket):
         if not self.layout.any_grad_dtype or is_narrow or numbers["clip"] is not None:
             self.check_new_gradients()  # the compact step would take other dtypes
         if is_narrow:
-            self.used = [grad.double() for grad in self.used]
+            if self.pipeline is not None:
+                self.pipeline.wait(self)
+            self.used = [_clipped(grad, numbers["clip"]).double() for grad in self.used]
+            numbers["clip"] = None
         is_small = self.dtype in SMALL_FLOATS
         if self._has_small_states or (is_small and self.grads[0].dtype != self.dtype):
             self.step, numbers["scales"] = COMPACT, self.scales
             numbers["gradient_scale"] = -1.0 if numbers["maximize"] else 1.0
+
+
+def _clipped(grad: Tensor, clip: Tensor | None) -> Tensor:
+    """A gradient times a number, rounded to its own dtype as steps of that dtype do."""
+    if clip is None:
+        return grad
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return (grad.to(wide) * clip.to(wide)).to(grad.dtype)

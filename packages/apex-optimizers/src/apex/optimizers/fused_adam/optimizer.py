@@ -49,9 +49,9 @@ class FusedAdam(CompactStates):
         betas: decay of the two running averages per step, each in ``[0, 1)``.
         eps: added to the root, in gradient units; ``>= 0``.
         adam_w_mode: decoupled decay (AdamW), or L2 regularisation (``False``, Adam).
-        weight_decay: :math:`\lambda`, per step; ``>= 0``.
-        amsgrad: use the largest second moment so far, see above. Needs float32 states (float64 for
-            float64 parameters) and gradients in ``grad``. May differ between groups.
+        weight_decay: :math:`\lambda`, per step; ``>= 0``. ``torch.optim.AdamW`` has 0.01.
+        amsgrad: use the largest second moment so far. Needs float32 states (float64 for float64
+            parameters) and gradients in ``grad``. May differ between groups.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.
         capturable: keep ``lr`` and ``step`` on the device, so that :meth:`step` can be captured in
             a CUDA graph, and let ``torch.amp.GradScaler.step`` hand over scaled gradients, which
@@ -231,8 +231,8 @@ class FusedAdam(CompactStates):
             max_norm: clip the gradients to this norm, in gradient units, ``>= 0``. The result is,
                 bit by bit, that of multiplying all gradients by ``min(1, max_norm / (norm +
                 1e-6))`` before; but they are only read, once more for the norm.
-            skip_nonfinite: change nothing where the norm is ``inf`` or ``nan``.
-            skip_above: change nothing where the norm is larger than this.
+            skip_nonfinite: change nothing, and count no step, where the norm is ``inf`` or ``nan``.
+            skip_above: change nothing, and count no step, where the norm is larger than this.
 
         The norm is the Euclidean one of all gradients of all groups; of sharded parameters that of
         the whole. With ``capturable`` it stays on the device. :attr:`grad_norm` is the norm of the
@@ -268,7 +268,7 @@ class FusedAdam(CompactStates):
 
     def _check_may_skip(self) -> None:
         on_gpu = any(param.is_cuda for group in self.param_groups for param in group["params"])
-        if on_gpu and not self.capturable:
+        if on_gpu and not self.capturable and self.pipeline is None:
             raise RuntimeError(
                 "FusedAdam.step: skip_nonfinite and skip_above need FusedAdam(..., capturable=True)"
                 " for parameters on a GPU: without it steps are counted on the host, which would "

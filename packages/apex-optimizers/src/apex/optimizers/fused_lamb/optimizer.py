@@ -44,8 +44,8 @@ class FusedLAMB(LambOptimizer):
         adam_w_mode: decoupled decay, or L2 regularisation (``False``).
         grad_averaging: weigh the gradient by :math:`1-\beta_1` in the first moment; else by 1.
         set_grad_none: ``zero_grad()`` sets gradients to None by default.
-        max_grad_norm: :math:`\gamma`, in gradient units; ``>= 0``; 0 does not clip. May differ
-            between groups.
+        max_grad_norm: :math:`\gamma`, in gradient units; ``>= 0``; 0 or infinity does not
+            clip. May differ between groups.
         use_nvlamb: use the ratio of norms also in groups without decay.
         maximize: maximize instead of minimizing.
         capturable: keep ``lr`` and ``step`` on the device; see :class:`FusedAdam`.

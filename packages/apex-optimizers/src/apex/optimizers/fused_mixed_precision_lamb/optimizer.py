@@ -32,15 +32,15 @@ class FusedMixedPrecisionLamb(LambOptimizer):
         lr: learning rate, a number or a tensor of one element; ``>= 0``. Kept per group as float32
             on the device; numbers that a scheduler assigns are accepted.
         step: number of steps that the parameters have taken before; ``>= 0``.
-        bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging: as for
-            :class:`apex.optimizers.FusedLAMB`.
         max_grad_norm: limit for the norm of the unscaled gradients of all groups together; ``>=
-            0``; 0 does not clip. May differ between groups.
+            0``; 0 or infinity does not clip. May differ between groups.
         use_nvlamb: use the ratio of norms also in groups without decay.
         reduced_precision_dtype: float16 or bfloat16: parameters of this dtype have a float32
             master, which is updated, and rounded into the parameter. It is made at the first step,
             after DistributedDataParallel has broadcast the weights. None: no masters.
         maximize: maximize instead of minimizing.
+
+    Other arguments are those of :class:`apex.optimizers.FusedLAMB`.
 
     State, per parameter, same shape and memory format as the parameter:
         ``exp_avg``, ``exp_avg_sq``: float32, or of the parameter's dtype if that is float64 or

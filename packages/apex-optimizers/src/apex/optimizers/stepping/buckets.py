@@ -59,6 +59,9 @@ def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
     Raises:
         RuntimeError: a gradient cannot be used; or what ``call`` raised.
     """
+    for bucket in buckets:
+        if bucket.pipeline is not None:
+            bucket.pipeline.wait(bucket)
     try:
         return call(*args)
     except RuntimeError:
@@ -144,6 +147,7 @@ class Bucket:
         count: int,
     ) -> None:
         self.layout = layout = optimizer.layout
+        self.pipeline = optimizer.pipeline  # of gradients that come from another device, or None
         self.step: Step = optimizer.op
         self.group = group
         self.keys = keys  # of the moments in states; the others are not used in this group
@@ -253,6 +257,8 @@ class Bucket:
     def run(self, values: Sequence[Any]) -> None:
         """Call the step operator on the lists and its numbers, as :func:`ask` does."""
         step = self.step
+        if self.pipeline is not None:
+            self.pipeline.wait(self)
         try:
             if self.has_masters:
                 self._refill_masters()
@@ -278,6 +284,8 @@ class Bucket:
         torch.autograd.graph.increment_version(self._written)
         if self.has_masters:
             self.marks.count()
+        if self.pipeline is not None:
+            self.pipeline.send(self)
 
     def _write_back(self) -> None:
         """Give gradients, of which copies were used, what was written to these."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_module
 from .._shared.native.writes import keep_from_tracing
 from .buckets import MASTER, Bucket, StateLayout
 from .checkpoints import complete_groups, load_state, outside_inference_mode, separate_steps
@@ -69,14 +70,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     reads_device_lr: ClassVar[bool] = False
     master_weights = False
     stochastic_rounding = False  # whether bfloat16 parameters are rounded by chance
+    # What brings gradients of other devices, and sends parameters there: see cpu_offload.
+    pipeline: Any = None
     _overflow_buffer: Tensor | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        if isinstance(params, torch.nn.Module) and not hasattr(params, "__iter__"):
-            raise TypeError(
-                f"{self.layout.optimizer}: params is a {type(params).__name__}; pass its "
-                "parameters: model.parameters()."
-            )
+        check_is_no_module(self.layout.optimizer, params)
         keep_from_tracing(type(self))
         self._buckets = BucketCache()
         # If so, torch.amp.GradScaler sets grad_scale and found_inf instead of unscaling.
@@ -318,6 +317,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if len(buckets) > 1:
                 step.check(values)
             launches.append((bucket, numbers, values))
+        if self.pipeline is not None:  # gradients that arrive first are used first
+            launches.sort(key=lambda launch: self.pipeline.order(launch[0]))
         for bucket, numbers, values in launches:
             bucket.run(values)
             count = bucket.step_tensor

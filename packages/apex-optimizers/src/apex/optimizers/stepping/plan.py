@@ -271,6 +271,7 @@ class _GroupBuckets:
                 grad.dtype,
                 None if copy is None else copy.dtype,
                 MASTER in states.get(param, ()),
+                None if optimizer.pipeline is None else optimizer.pipeline.part_of(param),
             )
             chosen.setdefault((*kind, count), []).append(index)
         for (device, *_, count), indices in chosen.items():

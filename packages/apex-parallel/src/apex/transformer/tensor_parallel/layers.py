@@ -139,7 +139,8 @@ class VocabParallelEmbedding(nn.Module):
         init_method: initialises a weight in place. Without ``use_cpu_initialization`` it draws from
             the state that :func:`model_parallel_cuda_manual_seed` makes.
         params_dtype: dtype of ``weight``, ``[num_embeddings / ranks, embedding_dim]``.
-        use_cpu_initialization: make the whole weight on the CPU on every rank and keep a part.
+        use_cpu_initialization: make the whole weight on the CPU on every rank and keep a part: the
+            same at any number of ranks.
 
     Raises:
         ValueError: the ranks do not divide ``num_embeddings``.
@@ -247,9 +248,10 @@ class ColumnParallelLinear(_ParallelLinear):
         skip_bias_add: return the bias instead of adding it, for a fused operation that follows.
         no_async_tensor_model_parallel_allreduce: add the input's gradients over the ranks after
             the weight's gradient is computed, not meanwhile. By default that is so with
-            ``sequence_parallel_enabled`` alone, which adds them itself.
+            ``sequence_parallel_enabled`` alone, which adds them itself; ``False`` with it raises.
         params_dtype: dtype of the parameters.
-        use_cpu_initialization: make the whole weight on the CPU on every rank and keep a part.
+        use_cpu_initialization: make the whole weight on the CPU on every rank and keep a part: the
+            same at any number of ranks.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad`` in place,
             and leave ``weight.grad`` alone.
         accumulation_in_fp16: ``main_grad`` has the 16-bit dtype of the weight, not float32.

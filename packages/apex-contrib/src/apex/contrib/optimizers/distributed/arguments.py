@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._shared.native.errors import check_is_no_module
+
 NAME = "DistributedFusedAdam"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 WIDE = (torch.float32, torch.float64)
@@ -31,8 +33,9 @@ def check_dtypes(
             )
 
 
-def check_options(given: dict[str, Any]) -> None:
-    """Raise for options that exclude each other; ``given`` are the constructor's arguments."""
+def check_options(given: dict[str, Any], params: Any) -> None:
+    """Raise for a module, and for options that exclude each other, of the constructor's."""
+    check_is_no_module(NAME, params)
     dtype, sync = given["dtype"], given["param_sync_dtype"] or given["dtype"]
     if given["amsgrad"]:
         raise RuntimeError(f"{NAME}: amsgrad=True is not supported; use torch.optim.AdamW.")

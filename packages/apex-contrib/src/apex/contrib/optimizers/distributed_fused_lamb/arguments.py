@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._shared.native.errors import check_is_no_module
 from ..distributed.arguments import count_of
 
 NAME = "DistributedFusedLAMB"
@@ -25,8 +26,9 @@ def check_process_group() -> None:
         )
 
 
-def check_options(given: dict[str, Any]) -> None:
-    """Raise ValueError for a count out of range, and for options that exclude each other."""
+def check_options(given: dict[str, Any], params: Any) -> None:
+    """Raise for a module, a count out of range, and options that exclude each other."""
+    check_is_no_module(NAME, params)
     lowest = {
         **dict.fromkeys(("dwu_num_blocks", "dwu_num_chunks", "dwu_num_rs_pg", "dwu_num_ar_pg"), 1),
         **dict.fromkeys(("dwu_group_size", "dwu_num_ag_pg", "nccl_allgather_channels"), 0),

@@ -55,14 +55,14 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         params: parameters, or dicts with parameter groups; float32, float16 or bfloat16, dense, on
             one device. Those that require no gradient now are left alone for good. One that has no
             gradient in a step counts as one of zeros.
-        lr: learning rate, parameter units per step; ``>= 0``. Assigning to ``_lr`` replaces that of
-            all groups.
+        lr: learning rate, parameter units per step; ``>= 0``. Each group may have its own;
+            assigning to ``_lr`` replaces that of all groups.
         bias_correction: divide the moments by ``1 - beta**step``.
         grad_averaging: weigh gradients by ``1 - beta1``; ``False``: by 1.
         betas: decay of the two running averages per step, each in ``[0, 1)``.
         eps: added to the root, in gradient units; ``>= 0``.
         weight_decay: per step; ``>= 0``.
-        max_grad_norm: clip gradients to this norm; 0 does not clip.
+        max_grad_norm: clip all gradients together to this norm; 0 does not clip.
         adam_w_mode: decay is part of the update; ``False``: of the gradient.
         use_nvlamb: use the ratio of norms also for parameters without decay.
         step_supports_amp_scaling: ``GradScaler.step`` leaves unscaling and the check to
@@ -72,7 +72,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             :meth:`set_is_accumulation_step`.
         dwu_group_size: ranks per node, whose ranks are consecutive. 0: the number of local GPUs; on
             CPUs ``LOCAL_WORLD_SIZE`` of torchrun, or all ranks.
-        dwu_num_blocks: parts of the gradients that are reduced one after the other.
+        dwu_num_blocks: parts of the gradients that are reduced one after the other, the last first.
         dwu_num_chunks: parts of a block; each is divided among the ranks of a node.
         dwu_num_rs_pg, dwu_num_ar_pg, dwu_num_ag_pg: process groups for what goes on within a node,
             between nodes and in gathers: that many blocks may be under way at once. 0 gathers: the
@@ -152,8 +152,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         nccl_allgather_channels: int = 0,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        check_options(given, params)
         check_process_group()
-        check_options(given)
         self._shards: Shards | None = None
         names = ("lr", "bias_correction", "grad_averaging", "betas", "eps", "weight_decay")
         keep_from_tracing(type(self))

@@ -55,15 +55,19 @@ def forward_backward_pipelining_without_interleaving(
             micro-batch after the other.
         model: this stage's module, with ``set_input_tensor``, or a list with it.
         forward_only: no backward.
-        tensor_shape: ``(sequence, micro-batch, hidden)`` of what stages hand on. With sequence
-            parallelism each tensor-parallel rank hands on its part of the first dimension.
+        tensor_shape: ``(sequence, micro-batch, hidden)`` of what stages hand on; must be given. The
+            next stage receives an output of another shape with as many numbers in this shape. With
+            sequence parallelism each tensor-parallel rank hands on its part of the first dimension.
         decoder_sequence_length: the first dimension from the split rank on, where the encoder's
             output, of the first dimension of ``tensor_shape``, is handed on as well.
         dtype: dtype of what stages hand on, by default float32; values are cast to it. float16 and
             bfloat16 turn autocast on, too.
-        grad_scaler: its ``scale`` multiplies each loss, on the last stage.
+        grad_scaler: its ``scale`` multiplies each loss, on the last stage. Every stage then calls
+            its ``step`` and ``update``; with :class:`apex.transformer.amp.GradScaler` stages skip a
+            step together.
         disable_autocast: leave autocast as it is.
-        deallocate_pipeline_outputs: free each output's memory when it has been sent.
+        deallocate_pipeline_outputs: free each output's memory when it has been sent: backward needs
+            the graph only.
         async_comm: wait for what is received where it is needed, and for what is sent before the
             next transfer; by default each transfer ends before the computation goes on.
         sequence_parallel_enabled: see ``tensor_shape``.

@@ -1,0 +1,5 @@
+"""Optimizers whose states live on the CPU."""
+
+from .optimizer import CPUOffload
+
+__all__ = ["CPUOffload"]

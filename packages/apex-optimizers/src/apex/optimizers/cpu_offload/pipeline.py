@@ -1,0 +1,288 @@
+"""Parameters of a device, their copies on the host, and what is under way between them.
+
+While the CPU steps a bucket, gradients of the next ones come, and parameters of those before go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..stepping.buckets import Bucket
+from ..stepping.checks import check_dense, check_gradients
+from ..stepping.sharding import is_sharded
+from .links import HostMemory, Link, StreamLink, Trip
+
+_NAME = "CPUOffload"
+# Elements of a bucket: the first one's gradients and the last one's parameters overlap with no
+# step, and a launch takes about 100 us.
+_PART = 1 << 21
+
+
+class Mirror:
+    """A parameter of a device, with what the host has of it."""
+
+    def __init__(self, param: Tensor, link: Link, memory: HostMemory) -> None:
+        check_dense(_NAME, [param])
+        self.param, self.link, self.memory = param, link, memory
+        self.host = memory.like(param, param.dtype)
+        self.part = self.order = 0
+        self.known: Any = None  # the parameter's state when the host had the same values
+        self.gradient: Tensor | None = None  # the host's, if there is any
+        self._buffers: list[Tensor] = []  # for a gradient, and for another one to be added
+        self._is_added = True
+        self.coming: list[Trip] = []
+        self.going: Trip | None = None
+
+    def mark(self) -> Any:
+        return self.param._version, self.param.data_ptr()
+
+    def is_outdated(self) -> bool:
+        """Whether the host's copy is of another kind than the parameter."""
+        own, now = self.host, self.param
+        return (own.dtype, own.shape, own.stride()) != (now.dtype, now.shape, now.stride())
+
+    def renew(self) -> None:
+        """Give the host's copy the parameter's kind."""
+        self.settle()
+        check_dense(_NAME, [self.param])
+        self.host.data = self.memory.like(self.param, self.param.dtype)
+        self.known = self.gradient = None
+        self._buffers = []
+
+    def place_for(self, grad: Tensor) -> Tensor:
+        """Where a gradient is to arrive; a second one is added when it is there."""
+        if self._buffers and self._buffers[0].dtype != grad.dtype:
+            self.settle()
+            self._buffers = []
+        number = 0 if self.gradient is None else 1
+        if number:
+            self.settle()  # the buffer of the one before may be needed
+        if len(self._buffers) == number:
+            self._buffers.append(self.memory.like(self.param, grad.dtype))
+        if number:
+            self._is_added = False
+        else:
+            self.gradient = self._buffers[0]
+        return self._buffers[number]
+
+    def settle(self) -> None:
+        """Wait until the host may read, and write, all that is here."""
+        trips = [*self.coming, *([self.going] if self.going is not None else [])]
+        self.coming, self.going = [], None
+        try:
+            for trip in trips:
+                trip.synchronize()
+        except BaseException:
+            self.known = self.gradient = None  # nobody knows what the host has now
+            raise
+        if not self._is_added:
+            self._is_added = True
+            if self.gradient is not None:
+                self.gradient += self._buffers[1]
+
+    def forget_gradient(self) -> None:
+        self.gradient = None
+
+
+class Pipeline:
+    """What a fused optimizer on the host asks before it reads gradients and when it has stepped.
+
+    Args:
+        offload_gradients: whether gradients are taken from the device during the backward.
+        minimal_size: parameters of fewer elements have no mirror.
+        link: of all parameters; None: those on GPUs have one.
+    """
+
+    def __init__(self, offload_gradients: bool, minimal_size: int, link: Link | None) -> None:
+        self._takes, self._minimal_size, self._link = offload_gradients, minimal_size, link
+        self.grad_name = "grad"
+        self._links: dict[Any, tuple[Link, HostMemory]] = {}
+        self._mirrors: dict[Tensor, Mirror] = {}  # by parameter
+        self._by_host: dict[int, Mirror] = {}
+        self._count = 0
+
+    # What the optimizer on the host calls.
+
+    def part_of(self, host: Tensor) -> int | None:
+        """Parameters of different parts are in different buckets."""
+        mirror = self._by_host.get(id(host))
+        return None if mirror is None else mirror.part
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for a bucket's gradients and parameters."""
+        for mirror in self._of(bucket.params):
+            mirror.settle()
+
+    def send(self, bucket: Bucket) -> None:
+        """Send the parameters of a bucket that was stepped."""
+        for mirrors in _by_link(self._of(bucket.params)):
+            trip = mirrors[0].link.send(*_pairs(mirrors))
+            for mirror in mirrors:
+                mirror.going, mirror.known = trip, mirror.mark()
+
+    def order(self, bucket: Bucket) -> int:
+        """When the last gradient of a bucket was asked for; -1: it was never elsewhere."""
+        return max((mirror.order for mirror in self._of(bucket.params)), default=-1)
+
+    # What CPUOffload calls.
+
+    def host_of(self, param: Tensor) -> Tensor:
+        """The host's copy of a parameter, or the parameter itself where it has none."""
+        mirror = self._mirrors.get(param)
+        if not self._is_mirrored(param):
+            if mirror is not None:
+                mirror.settle()
+                del self._mirrors[param], self._by_host[id(mirror.host)]
+            return param
+        if mirror is None:
+            mirror = self._mirrors[param] = Mirror(param, *self._way(param))
+            self._by_host[id(mirror.host)] = mirror
+            if self._takes:
+                param.register_post_accumulate_grad_hook(_taking(weakref.ref(self)))
+        elif mirror.is_outdated():
+            mirror.renew()
+        return mirror.host
+
+    def cut(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Cut each group into parts that are stepped one after another."""
+        part = 0
+        for group in groups:
+            part, elements = part + 1, 0
+            for mirror in self._found(group["params"]):
+                if elements and elements + mirror.param.numel() > _PART:
+                    part, elements = part + 1, 0
+                mirror.part = part
+                elements += mirror.param.numel()
+
+    def begin(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Let all gradients, and parameters that were changed, come to the host.
+
+        Raises:
+            RuntimeError: a gradient cannot be used; nothing has been changed.
+        """
+        mirrors = [m for group in groups for m in self._found(group["params"])]
+        grads = [getattr(m.param, self.grad_name, None) for m in mirrors]
+        present = [(m, g) for m, g in zip(mirrors, grads, strict=True) if g is not None]
+        params, given = [m.param for m, _ in present], [g for _, g in present]
+        check_gradients(f"{_NAME}.step", params, given, any_dtype=self.grad_name != "grad")
+        parts: dict[tuple[int, int], list[tuple[Mirror, Tensor, Tensor]]] = {}
+        for mirror, grad in zip(mirrors, grads, strict=True):
+            jobs = parts.setdefault((id(mirror.link), mirror.part), [])
+            if grad is not None and not self._takes:
+                mirror.forget_gradient()
+            if grad is not None:
+                jobs.append((mirror, mirror.place_for(grad), grad))
+                if self._takes:
+                    setattr(mirror.param, self.grad_name, None)
+            elif not self._takes:
+                mirror.forget_gradient()
+            if mirror.gradient is not None and mirror.known != mirror.mark():
+                mirror.settle()
+                jobs.append((mirror, mirror.host, mirror.param))
+                mirror.known = mirror.mark()
+        for jobs in filter(None, parts.values()):
+            self._receive(jobs)
+        for mirror in mirrors:
+            setattr(mirror.host, self.grad_name, mirror.gradient)
+
+    def end(self, is_done: bool) -> None:
+        """Let the devices see what was sent; gradients that were taken are used up by a step."""
+        for mirror in self._mirrors.values():
+            setattr(mirror.host, self.grad_name, None)
+            if mirror.coming:
+                mirror.settle()  # the device's gradient may be changed from now on
+            if is_done and self._takes:
+                mirror.forget_gradient()
+        for link, _ in self._links.values():
+            link.join()
+
+    def fetch(self, all_of_them: bool) -> None:
+        """Let parameters that were changed, or all, come to the host, and wait for them."""
+        for mirror in self._mirrors.values():
+            if all_of_them or mirror.known != mirror.mark():
+                mirror.settle()
+                self._receive([(mirror, mirror.host, mirror.param)])
+                mirror.known = mirror.mark()
+        for mirror in self._mirrors.values():
+            mirror.settle()
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        for mirror in self._mirrors.values():
+            if set_to_none:
+                mirror.forget_gradient()
+            elif mirror.gradient is not None:
+                mirror.settle()
+                mirror.gradient.zero_()
+
+    def take(self, param: Tensor) -> None:
+        """Let a gradient come to the host, and forget it on the device."""
+        mirror, grad = self._mirrors.get(param), param.grad
+        if mirror is None or grad is None or grad.layout != torch.strided:
+            return
+        with torch.no_grad():
+            self._receive([(mirror, mirror.place_for(grad), grad)])
+        param.grad = None
+
+    def _receive(self, jobs: Sequence[tuple[Mirror, Tensor, Tensor]]) -> None:
+        """Let tensors of one link come."""
+        mirrors, hosts, devices = zip(*jobs, strict=True)
+        trip = mirrors[0].link.receive(hosts, devices)
+        self._count += 1
+        for mirror in mirrors:
+            mirror.coming.append(trip)
+            mirror.order = self._count
+
+    def _of(self, hosts: Iterable[Tensor]) -> list[Mirror]:
+        found = (self._by_host.get(id(host)) for host in hosts)
+        return [mirror for mirror in found if mirror is not None]
+
+    def _found(self, params: Iterable[Tensor]) -> list[Mirror]:
+        return [self._mirrors[param] for param in params if param in self._mirrors]
+
+    def _is_mirrored(self, param: Tensor) -> bool:
+        size = param.numel()
+        is_far = self._link is not None or param.device.type != "cpu"
+        return is_far and size >= max(1, self._minimal_size) and param.requires_grad
+
+    def _way(self, param: Tensor) -> tuple[Link, HostMemory]:
+        if is_sharded(param):
+            raise TypeError(
+                f"{_NAME}: params has a DTensor on {param.device}; its shards must be on the CPU "
+                "already, as with fully_shard(..., offload_policy=CPUOffloadPolicy())."
+            )
+        key = param.device
+        if key not in self._links:
+            if self._link is None and key.type != "cuda":
+                raise TypeError(
+                    f"{_NAME}: params has a tensor on {key}; expected an NVIDIA or AMD GPU, which "
+                    "torch calls cuda, or the CPU."
+                )
+            link = StreamLink(key) if self._link is None else self._link
+            self._links[key] = link, HostMemory(link.is_pinned)
+        return self._links[key]
+
+
+def _by_link(mirrors: Iterable[Mirror]) -> Iterable[list[Mirror]]:
+    found: dict[int, list[Mirror]] = {}
+    for mirror in mirrors:
+        found.setdefault(id(mirror.link), []).append(mirror)
+    return found.values()
+
+
+def _pairs(mirrors: Sequence[Mirror]) -> tuple[list[Tensor], list[Tensor]]:
+    return [m.host for m in mirrors], [m.param for m in mirrors]
+
+
+def _taking(pipeline: weakref.ref[Pipeline]) -> Callable[[Tensor], None]:
+    """A hook that does nothing once the optimizer is gone."""
+
+    def hook(param: Tensor) -> None:
+        if (present := pipeline()) is not None:
+            present.take(param)
+
+    return hook
