@@ -23,7 +23,8 @@ from typing import Any
 
 WHEELS = ("apex-amp", "apex-contrib", "apex-normalization", "apex-optimizers", "apex-parallel")
 VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CXX", "LD_LIBRARY_PATH", "LD_PRELOAD", "MAX_JOBS")
-VARIABLES += ("PYTHONHOME", "PYTHONPATH", "PYTORCH_ROCM_ARCH", "ROCM_HOME", "ROCM_PATH")
+VARIABLES += ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONHOME", "PYTHONPATH")
+VARIABLES += ("PYTORCH_ROCM_ARCH", "ROCM_HOME", "ROCM_PATH")
 VARIABLES += ("TORCH_CUDA_ARCH_LIST", "XDG_CACHE_HOME")
 # The oldest and the newest torch of ci/matrix.toml, from which `nox -s lint -- --fix` writes this.
 TESTED = ("2.10", "2.15")

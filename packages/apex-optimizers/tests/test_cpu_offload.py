@@ -198,6 +198,20 @@ def test_gradients_that_arrive_first_are_stepped_first(monkeypatch):
     assert [own for way, own in link.log if way == "send"] == [[s] for s in reversed(sizes)]
 
 
+def test_what_is_being_sent_is_not_written_to(monkeypatch):
+    """Only a GPU waits for what was sent when a step ends."""
+    params, link = [torch.nn.Parameter(torch.ones(100))], LazyLink()
+    monkeypatch.setattr(link, "join", lambda: None)
+    optimizer = CPUOffload(params, FusedAdam, minimal_size=0, link=link)
+    link.log.clear()
+    for _ in range(2):
+        params[0].grad = torch.ones(100)
+        optimizer.step()
+    step = [("receive", [100]), ("wait", "receive"), ("send", [100])]
+    again = [("receive", [100]), ("wait", "receive"), ("wait", "send"), ("send", [100])]
+    assert link.log == step + again
+
+
 def test_threads_of_a_link():
     """The same where copies really go on beside the step."""
     ours, theirs = make_params("cpu"), make_params("cpu")
@@ -312,6 +326,11 @@ def test_groups_change(device):
     for params, own in ((ours, optimizer), (theirs, plain)):
         params.append(torch.nn.Parameter(torch.ones(5000, dtype=BF16, device=params[0].device)))
         own.add_param_group({"params": params[-1:], "lr": 0.1})
+    train(ours, theirs, optimizer, plain)
+    ours[0].requires_grad_(False)
+    assert_same(optimizer.state_dict(), plain.state_dict())
+    assert optimizer.host_copy(ours[0]) is ours[0]
+    ours[0].requires_grad_(True)
     train(ours, theirs, optimizer, plain)
     with pytest.raises(ValueError, match="lr must be >= 0"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))], "lr": -1.0})

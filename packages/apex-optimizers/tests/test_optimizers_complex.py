@@ -86,7 +86,8 @@ def real_twins(params):
 
 
 def test_every_optimizer_is_here():
-    assert {make.func.__name__ for make in MAKERS.values()} == set(apex.optimizers.__all__)
+    names = {*apex.optimizers.__all__} - {"CPUOffload"}
+    assert {make.func.__name__ for make in MAKERS.values()} == names
 
 
 @all_pairs

@@ -52,7 +52,7 @@ def test_lr_is_on_the_device_of_the_parameters_at_once(cls, device):
     assert optimizer.param_groups[0]["lr"].device == torch.empty(0, device=device).device
 
 
-@pytest.mark.parametrize("name", optimizers.__all__)
+@pytest.mark.parametrize("name", sorted({*optimizers.__all__} - {"CPUOffload"}))
 def test_the_overflow_buffer_is_where_the_parameters_are(name, device):
     """A flag on another device would be refused by the functions of amp_C."""
     params = [torch.nn.Parameter(torch.ones(4, device=device))]

@@ -57,7 +57,7 @@ def assert_same(ours, theirs):
 
 
 def test_every_optimizer_is_here():
-    assert set(MAKERS) == set(apex.optimizers.__all__)
+    assert set(MAKERS) == {*apex.optimizers.__all__} - {"CPUOffload"}
 
 
 @all_optimizers

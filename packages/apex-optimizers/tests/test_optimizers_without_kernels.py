@@ -13,7 +13,8 @@ from apex.optimizers import _ops
 from apex.optimizers.stepping import optimizer as stepping
 
 _ops.library.manifest = lambda: {}  # also where this test runs on a wheel with kernels
-classes = [getattr(optimizers, name) for name in optimizers.__all__]
+# CPUOffload's error is that of FusedAdam.
+classes = [getattr(optimizers, name) for name in optimizers.__all__ if name.startswith("Fused")]
 for cls in classes:
     try:
         cls([torch.nn.Parameter(torch.ones(3))], lr=0.1)

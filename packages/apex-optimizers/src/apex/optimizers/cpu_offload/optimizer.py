@@ -258,6 +258,10 @@ class CPUOffload(torch.optim.Optimizer):
             own.clear()
             own.update({**group, "params": params})
         _copy_entries(host.state, self.state, zip(*self._both(), strict=True))
+        if len(host.state) > len(self.state):  # a parameter has another copy now, or none
+            own = {id(param) for param in _params(host.param_groups)}
+            for key in [key for key in host.state if id(key) not in own]:
+                del host.state[key]
         self._pipeline.cut(self.param_groups)
 
     def _adopt(self) -> None:

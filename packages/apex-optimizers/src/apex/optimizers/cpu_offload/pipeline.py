@@ -37,6 +37,7 @@ class Mirror:
         self._is_added = True
         self.coming: list[Trip] = []
         self.going: Trip | None = None
+        self.hook: Any = None  # of the parameter, where gradients are taken
 
     def mark(self) -> Any:
         return self.param._version, self.param.data_ptr()
@@ -137,13 +138,16 @@ class Pipeline:
         if not self._is_mirrored(param):
             if mirror is not None:
                 mirror.settle()
+                if mirror.hook is not None:
+                    mirror.hook.remove()
                 del self._mirrors[param], self._by_host[id(mirror.host)]
             return param
         if mirror is None:
             mirror = self._mirrors[param] = Mirror(param, *self._way(param))
             self._by_host[id(mirror.host)] = mirror
             if self._takes:
-                param.register_post_accumulate_grad_hook(_taking(weakref.ref(self)))
+                hook = _taking(weakref.ref(self))
+                mirror.hook = param.register_post_accumulate_grad_hook(hook)
         elif mirror.is_outdated():
             mirror.renew()
         return mirror.host
