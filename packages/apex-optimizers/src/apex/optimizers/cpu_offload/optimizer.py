@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .._shared.native.errors import check_is_no_module
 from .._shared.native.writes import keep_from_tracing
 from ..fused_adam import FusedAdam
+from ..stepping.checkpoints import outside_inference_mode
 from ..stepping.momentum import MomentumOptimizer
 from ..stepping.optimizer import FusedOptimizer
 from .links import Link
@@ -37,8 +39,8 @@ class CPUOffload(torch.optim.Optimizer):
             gradient's dtype as on the device. A step uses them up. Without it the device keeps its
             gradients until :meth:`zero_grad`, and a step takes them as they are then: clipped,
             unscaled, accumulated.
-        minimal_size: parameters of fewer elements, and frozen ones, are stepped on their device,
-            where their states are, too.
+        minimal_size: parameters of fewer elements, and those that were frozen when they were given,
+            are stepped on their device, where their states are, too.
         cpu_threads: threads of a step; by default the cores that this process may use, divided by
             ``LOCAL_WORLD_SIZE``, the number of this host's processes that ``torchrun`` sets.
         link: what parameters travel over instead of a GPU's streams, those of the CPU, too.
@@ -56,8 +58,9 @@ class CPUOffload(torch.optim.Optimizer):
     Raises:
         TypeError: ``optimizer_class`` is none of those above, a parameter is on another kind of
             device or a DTensor that is not on the CPU, or an option is unknown.
-        ValueError: an option is out of range, or ``capturable`` is set: no CUDA graph can hold a
-            step that the CPU computes.
+        ValueError: an option is out of range; ``capturable`` is set, though no CUDA graph can hold
+            a step that the CPU computes; or ``offload_gradients`` in one of several processes: the
+            gradients would leave before they are reduced.
 
     Note:
         Parameters that somebody changed between two steps come to the host again; a change through
@@ -94,6 +97,13 @@ class CPUOffload(torch.optim.Optimizer):
                 "CPUOffload: capturable must be False, got True: the CPU computes the step, which "
                 "no CUDA graph can hold."
             )
+        if offload_gradients and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "CPUOffload: offload_gradients must be False where there are several processes "
+                f"({dist.get_world_size()}): it would take gradients before "
+                "DistributedDataParallel, or whatever adds those of all processes, has reduced "
+                "them."
+            )
         if cpu_threads is not None and not cpu_threads >= 1:
             raise ValueError(f"CPUOffload: cpu_threads must be >= 1 or None, got {cpu_threads}.")
         keep_from_tracing(type(self))
@@ -103,7 +113,7 @@ class CPUOffload(torch.optim.Optimizer):
         self._step_supports_amp_scaling = offload_gradients  # to refuse what it cannot support
         self.host_optimizer: Any = None
         super().__init__(params, {})
-        with torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             host = optimizer_class(list(map(self._on_host, self.param_groups)), **options)
         host.pipeline = self._pipeline
         self._pipeline.grad_name = host.layout.grad_name
@@ -131,10 +141,11 @@ class CPUOffload(torch.optim.Optimizer):
         self._align()
         super().add_param_group(param_group)
         try:
-            with torch.no_grad():
+            with outside_inference_mode(), torch.no_grad():
                 self.host_optimizer.add_param_group(self._on_host(self.param_groups[-1]))
         except (TypeError, ValueError, RuntimeError):
-            del self.param_groups[-1]
+            for param in self.param_groups.pop()["params"]:
+                self._pipeline.drop(param)
             raise
         self._adopt()
         self._prepare()
@@ -152,8 +163,10 @@ class CPUOffload(torch.optim.Optimizer):
             under way to the device, whose work from now on sees them.
 
         Raises:
-            RuntimeError: a gradient cannot be used, and nothing has been changed; or gradients are
-                scaled although ``offload_gradients`` takes them before they could be unscaled.
+            RuntimeError: a gradient cannot be used, and no parameter and no state has been changed
+                (what ``offload_gradients`` has taken waits on the host for the next step or
+                :meth:`zero_grad`); or gradients are scaled although ``offload_gradients`` takes
+                them before they could be unscaled.
         """
         if self.offload_gradients and (hasattr(self, "_amp_stash") or hasattr(self, "grad_scale")):
             self._refuse_scaling()
@@ -162,7 +175,7 @@ class CPUOffload(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         is_done = False
-        with torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             self._align()
             try:
                 self._pipeline.begin(self.param_groups)
@@ -246,7 +259,7 @@ class CPUOffload(torch.optim.Optimizer):
 
     def _prepare(self, fetches_all: bool = False) -> None:
         """Let the host know all that a step would find."""
-        with torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             self._align()
             self._pipeline.fetch(fetches_all)
 

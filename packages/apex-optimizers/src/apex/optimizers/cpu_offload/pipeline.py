@@ -29,6 +29,7 @@ class Mirror:
     def __init__(self, param: Tensor, link: Link, memory: HostMemory) -> None:
         check_dense(_NAME, [param])
         self.param, self.link, self.memory = param, link, memory
+        self.device = param.device
         self.host = memory.like(param, param.dtype)
         self.part = self.order = 0
         self.known: Any = None  # the parameter's state when the host had the same values
@@ -43,33 +44,49 @@ class Mirror:
         return self.param._version, self.param.data_ptr()
 
     def is_outdated(self) -> bool:
-        """Whether the host's copy is of another kind than the parameter."""
+        """Whether the host's copy is of another kind, or for another device, than the parameter."""
         own, now = self.host, self.param
-        return (own.dtype, own.shape, own.stride()) != (now.dtype, now.shape, now.stride())
+        return (self.device, own.dtype, own.shape, own.stride()) != (
+            now.device,
+            now.dtype,
+            now.shape,
+            now.stride(),
+        )
 
-    def renew(self) -> None:
-        """Give the host's copy the parameter's kind."""
+    def renew(self, link: Link, memory: HostMemory) -> None:
+        """Give the host's copy, and its gradient, the parameter's kind."""
         self.settle()
         check_dense(_NAME, [self.param])
-        self.host.data = self.memory.like(self.param, self.param.dtype)
-        self.known = self.gradient = None
-        self._buffers = []
+        self.link, self.memory, self.device = link, memory, self.param.device
+        self.host.data = self._like(self.param.dtype)
+        self.known, self._buffers, before = None, [], self.gradient
+        self.gradient = None
+        if before is not None and before.shape == self.param.shape:
+            self.gradient = self._like(self.param.dtype).copy_(before)
+            self._buffers = [self.gradient]
+
+    def _like(self, dtype: torch.dtype) -> Tensor:
+        return self.memory.like(self.param, dtype)
 
     def place_for(self, grad: Tensor) -> Tensor:
-        """Where a gradient is to arrive; a second one is added when it is there."""
+        """Where a gradient may arrive. Nothing has changed before :meth:`accept`."""
+        if self.gradient is not None:
+            self.settle()  # the buffer for a second one may be needed again
         if self._buffers and self._buffers[0].dtype != grad.dtype:
-            self.settle()
-            self._buffers = []
+            self._buffers = [self._like(grad.dtype)]
+            if self.gradient is not None:
+                self.gradient = self._buffers[0].copy_(self.gradient)
         number = 0 if self.gradient is None else 1
-        if number:
-            self.settle()  # the buffer of the one before may be needed
         if len(self._buffers) == number:
-            self._buffers.append(self.memory.like(self.param, grad.dtype))
-        if number:
-            self._is_added = False
-        else:
-            self.gradient = self._buffers[0]
+            self._buffers.append(self._like(grad.dtype))
         return self._buffers[number]
+
+    def accept(self, place: Tensor) -> None:
+        """A gradient is under way to this place; a second one is added when it is there."""
+        if place is self._buffers[0]:
+            self.gradient = place
+        else:
+            self._is_added = False
 
     def settle(self) -> None:
         """Wait until the host may read, and write, all that is here."""
@@ -79,15 +96,15 @@ class Mirror:
             for trip in trips:
                 trip.synchronize()
         except BaseException:
-            self.known = self.gradient = None  # nobody knows what the host has now
+            self.known = None  # nobody knows what the host has now
+            self.forget_gradient()
             raise
         if not self._is_added:
             self._is_added = True
-            if self.gradient is not None:
-                self.gradient += self._buffers[1]
+            self.gradient += self._buffers[1]
 
     def forget_gradient(self) -> None:
-        self.gradient = None
+        self.gradient, self._is_added = None, True
 
 
 class Pipeline:
@@ -135,22 +152,32 @@ class Pipeline:
     def host_of(self, param: Tensor) -> Tensor:
         """The host's copy of a parameter, or the parameter itself where it has none."""
         mirror = self._mirrors.get(param)
-        if not self._is_mirrored(param):
-            if mirror is not None:
-                mirror.settle()
-                if mirror.hook is not None:
-                    mirror.hook.remove()
-                del self._mirrors[param], self._by_host[id(mirror.host)]
+        if not self._is_far(param):
+            self.drop(param)
             return param
         if mirror is None:
+            if not (param.requires_grad and param.numel() >= self._minimal_size):
+                return param
             mirror = self._mirrors[param] = Mirror(param, *self._way(param))
             self._by_host[id(mirror.host)] = mirror
             if self._takes:
                 hook = _taking(weakref.ref(self))
                 mirror.hook = param.register_post_accumulate_grad_hook(hook)
         elif mirror.is_outdated():
-            mirror.renew()
+            mirror.renew(*self._way(param))
         return mirror.host
+
+    def drop(self, param: Tensor) -> None:
+        """Forget a parameter; a gradient that was taken becomes its own again."""
+        mirror = self._mirrors.pop(param, None)
+        if mirror is None:
+            return
+        mirror.settle()
+        del self._by_host[id(mirror.host)]
+        if mirror.hook is not None:
+            mirror.hook.remove()
+        if self._takes and mirror.gradient is not None and param.grad is None:
+            param.grad = mirror.gradient.to(param.device, param.dtype)
 
     def cut(self, groups: Iterable[dict[str, Any]]) -> None:
         """Cut each group into parts that are stepped one after another."""
@@ -177,18 +204,14 @@ class Pipeline:
         parts: dict[tuple[int, int], list[tuple[Mirror, Tensor, Tensor]]] = {}
         for mirror, grad in zip(mirrors, grads, strict=True):
             jobs = parts.setdefault((id(mirror.link), mirror.part), [])
-            if grad is not None and not self._takes:
+            if not self._takes:
                 mirror.forget_gradient()
             if grad is not None:
                 jobs.append((mirror, mirror.place_for(grad), grad))
-                if self._takes:
-                    setattr(mirror.param, self.grad_name, None)
-            elif not self._takes:
-                mirror.forget_gradient()
-            if mirror.gradient is not None and mirror.known != mirror.mark():
+            has_gradient = grad is not None or mirror.gradient is not None
+            if has_gradient and mirror.known != mirror.mark():
                 mirror.settle()
                 jobs.append((mirror, mirror.host, mirror.param))
-                mirror.known = mirror.mark()
         for jobs in filter(None, parts.values()):
             self._receive(jobs)
         for mirror in mirrors:
@@ -211,7 +234,6 @@ class Pipeline:
             if all_of_them or mirror.known != mirror.mark():
                 mirror.settle()
                 self._receive([(mirror, mirror.host, mirror.param)])
-                mirror.known = mirror.mark()
         for mirror in self._mirrors.values():
             mirror.settle()
 
@@ -226,20 +248,25 @@ class Pipeline:
     def take(self, param: Tensor) -> None:
         """Let a gradient come to the host, and forget it on the device."""
         mirror, grad = self._mirrors.get(param), param.grad
-        if mirror is None or grad is None or grad.layout != torch.strided:
+        if mirror is None or grad is None or grad.layout != torch.strided or mirror.is_outdated():
             return
         with torch.no_grad():
             self._receive([(mirror, mirror.place_for(grad), grad)])
-        param.grad = None
 
     def _receive(self, jobs: Sequence[tuple[Mirror, Tensor, Tensor]]) -> None:
-        """Let tensors of one link come."""
+        """Let gradients and parameters of one link come; where it fails nothing has changed."""
         mirrors, hosts, devices = zip(*jobs, strict=True)
         trip = mirrors[0].link.receive(hosts, devices)
         self._count += 1
-        for mirror in mirrors:
+        for mirror, host, device in jobs:
             mirror.coming.append(trip)
             mirror.order = self._count
+            if host is mirror.host:
+                mirror.known = mirror.mark()
+                continue
+            mirror.accept(host)
+            if self._takes and getattr(mirror.param, self.grad_name, None) is device:
+                setattr(mirror.param, self.grad_name, None)
 
     def _of(self, hosts: Iterable[Tensor]) -> list[Mirror]:
         found = (self._by_host.get(id(host)) for host in hosts)
@@ -248,10 +275,8 @@ class Pipeline:
     def _found(self, params: Iterable[Tensor]) -> list[Mirror]:
         return [self._mirrors[param] for param in params if param in self._mirrors]
 
-    def _is_mirrored(self, param: Tensor) -> bool:
-        size = param.numel()
-        is_far = self._link is not None or param.device.type != "cpu"
-        return is_far and size >= max(1, self._minimal_size) and param.requires_grad
+    def _is_far(self, param: Tensor) -> bool:
+        return (self._link is not None or param.device.type != "cpu") and param.numel() > 0
 
     def _way(self, param: Tensor) -> tuple[Link, HostMemory]:
         if is_sharded(param):
