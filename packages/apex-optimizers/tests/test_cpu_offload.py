@@ -369,7 +369,8 @@ def test_nothing_is_left_behind():
         loss_of(params, step).backward()
         optimizer.step()
     gc.collect()
-    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) == count
+    # Fewer, where another test's are collected at last.
+    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) <= count
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
