@@ -1,6 +1,6 @@
 """Compile every kernel that the wheels launch by the oldest and the newest NVRTC; no GPU is needed.
 
-python ci/nvrtc.py [--lot] [--wheels] [OP...]
+python ci/nvrtc.py [--lot] [--wheels] [--amd=GFX,...] [OP...]
 
 The names are those that the built libraries list themselves: those of the wheels in dist/, or built
 here. A kernel that cannot be named outside of its source, that needs a header which NVRTC lacks, or
@@ -11,6 +11,8 @@ one's machine code for `evidence` of ci/matrix.toml, ci/evidence.py reads what t
 With --lot, which CI passes, it is the evidence for all kernels of the named ops. Of all others, it
 is the evidence for those of ci/gpu_costs.toml and for a lot of each engine; and each NVRTC compiles
 a smaller lot for another architecture, drawn at each commit as all lots are.
+
+With --amd the compiler is the HIPRTC that the loader finds, for these architectures (one by lot).
 """
 
 import ctypes
@@ -30,7 +32,7 @@ import torch  # noqa: F401  # the libraries need it
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "shared_csrc"), str(ROOT)]
 
-from native import nvrtc, rtc, toolchain  # noqa: E402
+from native import hiprtc, nvrtc, rtc, toolchain  # noqa: E402
 from native.build import build, find_ops  # noqa: E402
 from native.errors import BuildError  # noqa: E402
 from native.targets import Target  # noqa: E402
@@ -40,6 +42,7 @@ from ci.cover import LOT, SMALL_LOT  # noqa: E402
 from ci.kernels import worth_reading  # noqa: E402
 from ci.workspace import MATRIX, leading_ops, ops, wheel  # noqa: E402
 
+HIPRTC = ("libhiprtc", "libamdhip64")
 OUTPUT = ROOT / ".nox" / "kernels" / toolchain.RTC
 
 
@@ -63,6 +66,9 @@ def main(*words: str) -> None:
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     built = [] if has_lot else wanted
     units = [unit for p in packages() for unit in units_of(p, built, has_wheels)]
+    amd = [word.removeprefix("--amd=").split(",") for word in words if word.startswith("--amd=")]
+    if amd:
+        sys.exit("\n".join(compile_for_amd(amd[0], units, has_lot, wanted)) or None)
     compilers = [nvrtc.Nvrtc(path) for path in nvrtc.libraries()]
     versions = {str(compiler) for compiler in compilers}
     if len(versions) < 2 or not units:
@@ -76,6 +82,20 @@ def main(*words: str) -> None:
             failures += compile_all(compiler, arch, taken)
     if failures:
         sys.exit("\n".join(["", *failures]))
+
+
+def compile_for_amd(
+    archs: list[str], units: list[Unit], has_lot: bool, whole: list[str]
+) -> list[str]:
+    """Compile by HIPRTC, all or a lot; return what is wrong."""
+    stems = [f"{stem}.so{end}" for end in ("", ".7", ".6", ".5") for stem in HIPRTC]
+    compiler = hiprtc.find(stems)
+    if compiler is None:
+        return [f"no HIPRTC was found; looked for {', '.join(stems)}"]
+    seed = random.Random(f"HIPRTC {dirty.seed()}")
+    taken = [drawn(unit, SMALL_LOT, whole=whole) for unit in units] if has_lot else units
+    archs = [seed.choice(archs)] if has_lot else archs
+    return [line for arch in archs for line in compile_all(compiler, arch, taken)]
 
 
 def packages() -> list[Path]:
@@ -92,8 +112,6 @@ def units_of(package: Path, wanted: list[str], has_wheels: bool) -> Iterator[Uni
     library = build(compiled, [target], folder, package=package.name, portable=True)[target]
     if has_wheels:
         library = unpacked(wheel(package.name), f"{toolchain.RTC}.so", folder / "wheel")
-    # In the place of torch's library for GPUs, which one for CPUs does not have.
-    ctypes.CDLL(str(folder / toolchain.gpu_stub_name(target)), ctypes.RTLD_GLOBAL)
     listed = rtc.listed(ctypes.CDLL(str(library)))
     size = library.stat().st_size
     print(f"{package.name}: {len(found)} ops, {len(listed)} kernels, {size:,} bytes", flush=True)
@@ -178,30 +196,31 @@ def show_evidence(compiler, taken: list[Unit], units: list[Unit], wanted: list[s
 def compile_all(compiler, arch: str, units: list[Unit], compiled: dict | None = None) -> list[str]:
     """Compile the kernels for an architecture, into `compiled` too; return the complaints."""
     start = time.monotonic()
+    who = f"{compiler.title} {compiler}"
+    verbose = [evidence.VERBOSE] if compiler.title == "NVRTC" else []
 
     def complaints(listed: tuple[Unit, rtc.Kernel]) -> list[str]:
         unit, kernel = listed
         try:
-            name, program, options = rtc.program(kernel, unit.folders, arch)
-            options = [*options, evidence.VERBOSE]
-            symbol, image, said = compiler.compile(program, name, options)
+            name, program, options = rtc.program(kernel, unit.folders, arch, compiler)
+            symbol, image, said = compiler.compile(program, name, [*options, *verbose])
         except BuildError as error:
-            return [f"NVRTC {compiler} for {arch}, {unit.name}: {error}"]
+            return [f"{who} for {arch}, {unit.name}: {error}"]
         if not symbol or not image.startswith(b"\x7fELF"):
             return [f"{name}: gave no machine code"]
-        counted = sass.parameter_bytes(image, symbol)
+        counted = sass.parameter_bytes(image, symbol) if verbose else kernel.parameter_bytes
         if counted != kernel.parameter_bytes:
             given = f"{kernel.parameter_bytes} bytes of parameters"
             return [f"{name}: the driver copies {counted} bytes, and the host gives {given}"]
         if compiled is not None:
             compiled[id(kernel)] = symbol, image, said
-        return [f"NVRTC {compiler}, {unit.name}: {line}" for line in worth_reading(said)]
+        return [f"{who}, {unit.name}: {line}" for line in worth_reading(said)]
 
     kernels = [(unit, kernel) for unit in units for kernel in unit.kernels]
     with ThreadPoolExecutor(int(os.environ["MAX_JOBS"])) as pool:
         failures = [line for lines in pool.map(complaints, kernels) for line in lines]
     print(
-        f"NVRTC {compiler} for {arch}: {len(kernels)} kernels, {len(failures)} failed, in "
+        f"{who} for {arch}: {len(kernels)} kernels, {len(failures)} failed, in "
         f"{time.monotonic() - start:.0f} s",
         flush=True,
     )

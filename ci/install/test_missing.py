@@ -57,7 +57,7 @@ def test_torch_for_cuda_brings_what_gpu_kernels_need(tmp_path):
     assert re.search(r"GPU +none that torch can use", report)
     assert re.search(r"NVRTC +/\S+/libnvrtc\.so\.\d+ \(\d+\.\d+, for sm_75, .*sm_90", report)
     assert re.search(
-        r"NVIDIA GPU +cuda-rtc\.so for all; \d\d kernels of NVRTC in the cache; NVIDIA's driver "
+        r"NVIDIA GPU +gpu-rtc\.so for all; \d\d kernels of NVRTC in the cache; NVIDIA's driver "
         r"cannot be loaded: libcuda\.so\.1",
         report,
     )

@@ -8,11 +8,13 @@ import pytest
 
 from ci import costs, nvrtc
 
-GOOD, BAD, EMPTY = "apex::cuda::good", "apex::cuda::bad", "apex::cuda::empty"
+GOOD, BAD, EMPTY = "apex::gpu::good", "apex::gpu::bad", "apex::gpu::empty"
 PARAMETER_BYTES = 56
 
 
 class FakeNvrtc:
+    title = "NVRTC"
+
     def __init__(self, version, *architectures):
         self.version, self.architectures, self.seen = version, architectures, []
         self.said = ""
@@ -33,7 +35,7 @@ def named(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "2")
     program = nvrtc.rtc.program
     monkeypatch.setattr(
-        nvrtc.rtc, "program", lambda kernel, folders, arch: (kernel.name, "program", [arch])
+        nvrtc.rtc, "program", lambda kernel, folders, arch, compiler: (kernel.name, "program", [arch])
     )
     monkeypatch.setattr(nvrtc, "short_name", lambda kernel: kernel.name)
     monkeypatch.setattr(nvrtc.sass, "parameter_bytes", lambda image, symbol: PARAMETER_BYTES)
@@ -169,9 +171,9 @@ def test_where_ci_samples_all_kernels_of_the_named_ops_and_a_lot_of_others(run, 
 
 def test_the_library_of_a_wheel(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
-        wheel.writestr("apex/amp/_kernels/cuda-rtc.so", "library")
+        wheel.writestr("apex/amp/_kernels/gpu-rtc.so", "library")
         wheel.writestr("apex/amp/_kernels/cpu.so", "another")
-    library = nvrtc.unpacked(tmp_path / "a.whl", "cuda-rtc.so", tmp_path / "new")
+    library = nvrtc.unpacked(tmp_path / "a.whl", "gpu-rtc.so", tmp_path / "new")
     assert library.read_text() == "library"
 
 

@@ -66,7 +66,7 @@ def gpu_torch(tmp_path, monkeypatch):
 
 def cpu(ops):
     """What wheels have wherever they are built: a GPU's host code is compiled by g++, too."""
-    return {f"cpu-{level}.so": ops for level in cpu_levels()} | {"cuda-rtc.so": ops}
+    return {f"cpu-{level}.so": ops for level in cpu_levels()} | {"gpu-rtc.so": ops}
 
 
 def case_id(value):
@@ -121,7 +121,7 @@ def test_cpu_switches(built, environ, expected):
 )
 def test_levels_that_are_named(built, named, levels):
     libraries = built(APEX_BUILD_CPP_OPS="1", APEX_CPU_LEVELS=named)
-    assert libraries == {f"cpu-{level}.so": ALL for level in levels} | {"cuda-rtc.so": ALL}
+    assert libraries == {f"cpu-{level}.so": ALL for level in levels} | {"gpu-rtc.so": ALL}
 
 
 def test_a_level_that_does_not_exist(built):

@@ -75,8 +75,8 @@ def gather(library: OpLibrary) -> dict[str, Any]:
         "cpu_levels": list(targets.supported_cpu_levels()),
         "gpu": _gpu(),
         "compilers": {name: _found(find) for name, find in _TOOLS.items()},
-        "nvrtc": doctor_rtc.compiler(),
-        "on_nvidia_gpus": doctor_rtc.on_nvidia_gpus(library),
+        "gpu_compiler": doctor_rtc.compiler(),
+        "on_gpus": doctor_rtc.on_gpus(library),
         "trial": _trial(),
         "toolkit_problem": _toolkit_problem(),
         "kernels": {
@@ -347,15 +347,15 @@ def _wanted_targets(
         return
     # An image is often made where no GPU is; the variables then say which ones it is for.
     cuda = doctor_rtc.listed_for_cuda()
-    rocm = tuple(os.environ.get("PYTORCH_ROCM_ARCH", "").replace(";", " ").split())
+    rocm = doctor_rtc.listed_for_rocm()
     if torch.version.cuda and cuda and jit.backend_of("cuda") == "cuda":
         yield targets.Target("cuda", archs=cuda), lambda op: False
-    if torch.version.hip and rocm:
+    if torch.version.hip and rocm and jit.backend_of("cuda") == "hip":
         yield targets.Target("hip", archs=rocm), lambda op: False
 
 
 def _compile_kernels(library: OpLibrary, architectures: list[str]) -> Iterator[Trouble]:
-    """Compile into the cache every kernel that the package may launch on these NVIDIA GPUs."""
+    """Compile into the cache every kernel that the package may launch on these GPUs."""
     try:
         if architectures:
             doctor_rtc.compile_kernels(library, architectures)
@@ -381,9 +381,10 @@ def report(facts: dict[str, Any]) -> str:
     ]
     for name, found in facts["compilers"].items():
         lines.append(f"  {name:<10}  {found or 'not found'}")
-    lines.append(f"  NVRTC       {facts['nvrtc']}")
-    if facts["on_nvidia_gpus"]:
-        lines.append(f"  NVIDIA GPU  {facts['on_nvidia_gpus']}")
+    compiler, maker = ("HIPRTC", "AMD") if torch.version.hip else ("NVRTC", "NVIDIA")
+    lines.append(f"  {compiler:<10}  {facts['gpu_compiler']}")
+    if facts["on_gpus"]:
+        lines.append(f"  {maker + ' GPU':<10}  {facts['on_gpus']}")
     cache = facts["cache"]
     size = f", {cache['mib']} MiB" if cache.get("mib") else ""
     lines += [

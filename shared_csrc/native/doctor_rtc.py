@@ -1,4 +1,4 @@
-"""What the doctor says and does about kernels that NVRTC compiles."""
+"""What the doctor says and does about kernels that NVRTC and HIPRTC compile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from . import jit, nvrtc, rtc, targets, toolchain
+from . import drivers, jit, rtc, targets, toolchain
 from .errors import BuildError
 from .library import OpLibrary
 
@@ -15,36 +15,36 @@ from .library import OpLibrary
 def compiler() -> str:
     """The version and file of the compiler that torch brings for GPUs, or why there is none."""
     try:
-        found = nvrtc.nvrtc()
+        found = drivers.compiler()
     except BuildError as error:
         return str(error).removesuffix(".")
-    return f"{found.path} ({found}, for {', '.join(f'sm_{n}' for n in found.architectures)})"
+    return f"{found.path} ({found}, for {found.serves()})"
 
 
-def on_nvidia_gpus(library: OpLibrary) -> str | None:
-    """What serves NVIDIA GPUs, whether there is one or not; None where torch is for others."""
-    if not torch.version.cuda:
+def on_gpus(library: OpLibrary) -> str | None:
+    """What serves the GPUs that torch is for, whether there is one or not; None if it is for none."""
+    if not torch.version.cuda and not torch.version.hip:
         return None
+    whole, kept = ("hip", "HIPRTC") if torch.version.hip else ("cuda", "NVRTC")
     entries = [
         (e["file"], e["archs"])
         for e in library.manifest().get("libraries", [])
-        if e["backend"] in ("cuda", toolchain.RTC)
+        if e["backend"] in (whole, toolchain.RTC)
     ]
     brought = [f"{file} for {', '.join(archs) or 'all'}" for file, archs in entries]
     how = " and ".join(brought) or "an op's host code is compiled at its first call"
     try:
-        count = len(list(jit.cache_folder().glob("nvrtc-*/*.kernel")))
+        count = len(list(jit.cache_folder().glob(f"{kept.lower()}-*/*.kernel")))
     except BuildError:
         count = 0
-    return f"{how}; {count} kernels of NVRTC in the cache; {_driver()}"
+    return f"{how}; {count} kernels of {kept} in the cache; {_driver()}"
 
 
 def _driver() -> str:
     try:
-        major, rest = divmod(rtc.driver().version(), 1000)
+        return drivers.driver().describe()
     except BuildError as error:
         return str(error).removesuffix(".")
-    return f"libcuda.so.1 of CUDA {major}.{rest // 10}"
 
 
 def listed_for_cuda() -> tuple[str, ...]:
@@ -53,13 +53,21 @@ def listed_for_cuda() -> tuple[str, ...]:
     return targets.cuda_arch_list("" if listed == "native" else listed)
 
 
+def listed_for_rocm() -> tuple[str, ...]:
+    """What ``PYTORCH_ROCM_ARCH`` names."""
+    return tuple(os.environ.get("PYTORCH_ROCM_ARCH", "").replace(";", " ").split())
+
+
 def architectures() -> list[str]:
-    """The NVIDIA GPUs whose kernels NVRTC compiles for ``--build``."""
-    if not torch.version.cuda or jit.backend_of("cuda") != toolchain.RTC:
+    """The GPUs whose kernels are compiled one by one for ``--build``."""
+    if not (torch.version.cuda or torch.version.hip) or jit.backend_of("cuda") != toolchain.RTC:
         return []
-    archs = [arch for arch in listed_for_cuda() if arch.startswith("sm_")]
+    if torch.version.hip:
+        archs = list(listed_for_rocm())
+    else:
+        archs = [arch for arch in listed_for_cuda() if arch.startswith("sm_")]
     if torch.cuda.is_available():
-        archs.append("sm_{}{}".format(*torch.cuda.get_device_capability()))
+        archs.append(drivers.compiler().architecture_of(torch.cuda.current_device()))
     return list(dict.fromkeys(archs))
 
 
@@ -67,14 +75,12 @@ def compile_kernels(library: OpLibrary, architectures: list[str]) -> None:
     """Compile into the cache every kernel that a package may launch on these GPUs.
 
     Raises:
-        BuildError: there is no NVRTC, it does not know one of them, or something does not compile.
+        BuildError: there is no compiler, it does not know one of them, or something does not
+            compile.
     """
-    compiler = nvrtc.nvrtc()
-    known = [f"sm_{number}" for number in compiler.architectures]
+    compiler = drivers.compiler()
     for arch in architectures:
-        if arch not in known:
-            text = f"expected some of {', '.join(known)}, which NVRTC {compiler} knows"
-            raise BuildError(f"{text}, got {arch}.")
+        compiler.check_architecture(arch)
     for opened in library.open_for_rtc():
         kernels = rtc.listed(opened)
         for arch in architectures:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import jit, targets
+from .drivers import compiler
 from .errors import BuildError
-from .nvrtc import nvrtc
 from .toolchain import RTC
 
 
@@ -23,9 +23,10 @@ def why_unfit(entry: dict[str, Any]) -> str | None:
         return None
     if backend == RTC:
         try:
-            nvrtc()
+            compiler()
         except BuildError as error:
-            return f"needs NVRTC: {str(error).removesuffix('.')}"
+            name = "HIPRTC" if torch.version.hip else "NVRTC"
+            return f"needs {name}: {str(error).removesuffix('.')}"
         return None
     archs = ", ".join(entry["archs"])
     if backend == "cuda":

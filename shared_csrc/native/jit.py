@@ -18,8 +18,12 @@ logger = logging.getLogger("apex")
 LOCK_TIMEOUT_S = BUILD_TIMEOUT_S + 60  # a stale lock cannot outlive its process
 
 _DEVICES = {"cuda": "NVIDIA GPUs", "hip": "AMD GPUs", "emu": "the emulated GPU"}
-_DEVICES[toolchain.RTC] = "NVIDIA GPUs"
-CUDA_COMPILER = "APEX_CUDA_COMPILER"
+_DEVICES[toolchain.RTC] = "NVIDIA and AMD GPUs"
+# The variable that chooses who compiles for a GPU: at run time kernel by kernel, or whole ops.
+COMPILERS = {
+    "cuda": ("APEX_CUDA_COMPILER", "nvrtc", "nvcc"),
+    "hip": ("APEX_HIP_COMPILER", "hiprtc", "hipcc"),
+}
 # Builds that failed in this process: library and environment -> the error's text.
 _failed: dict[tuple[Path, tuple[str, ...], frozenset[tuple[str, str]]], str] = {}
 
@@ -47,29 +51,37 @@ def backend_of(device_type: str) -> str:
     """The backend for which a kind of device of this machine has kernels compiled here.
 
     Raises:
-        BuildError: ``APEX_CUDA_COMPILER`` names a compiler that there is not.
+        BuildError: ``APEX_CUDA_COMPILER`` or ``APEX_HIP_COMPILER`` names a compiler that there is
+            not.
     """
     if device_type == "cpu":
         return "emu" if targets.is_emulating() else "cpu"
+    whole, wanted = _chosen()
+    variable, at_run_time, of_ops = COMPILERS[whole]
+    if wanted not in (at_run_time, of_ops, ""):
+        raise BuildError(f"{variable} must be {at_run_time} or {of_ops}, got {wanted!r}.")
+    return whole if wanted == of_ops else toolchain.RTC
+
+
+def _chosen() -> tuple[str, str]:
+    """The backend of whole ops on this torch's GPUs, and the compiler that the user has chosen."""
     import torch
 
-    if torch.version.hip is not None:
-        return "hip"
-    wanted = os.environ.get(CUDA_COMPILER, "")
-    if wanted not in ("nvrtc", "nvcc", ""):
-        raise BuildError(f"{CUDA_COMPILER} must be nvrtc or nvcc, got {wanted!r}.")
-    return "cuda" if wanted == "nvcc" else toolchain.RTC
+    whole = "cuda" if torch.version.hip is None else "hip"
+    return whole, os.environ.get(COMPILERS[whole][0], "")
 
 
 def backends_of(device_type: str) -> tuple[str, ...]:
     """The backends whose libraries of a wheel a kind of device runs.
 
-    On NVIDIA GPUs these are nvcc's and those whose kernels NVRTC compiles, unless
-    ``APEX_CUDA_COMPILER`` names one compiler.
+    On GPUs these are those that were compiled whole and those whose kernels are compiled at run
+    time, unless the user names one compiler.
     """
     backend = backend_of(device_type)
-    chooses = backend == toolchain.RTC and not os.environ.get(CUDA_COMPILER)
-    return ("cuda", backend) if chooses else (backend,)
+    if backend != toolchain.RTC:
+        return (backend,)
+    whole, wanted = _chosen()
+    return (backend,) if wanted else (whole, backend)
 
 
 def own_rocm_arch() -> str:

@@ -14,57 +14,42 @@ from pathlib import Path
 
 from . import toolchain
 from .errors import BuildError
+from .rtc_compiler import RuntimeCompiler
 
-# Headers that NVRTC does not have; each is apex/rtc/standard.h.
-STANDARD_HEADERS = (
-    "algorithm",
-    "cmath",
-    "concepts",
-    "cstddef",
-    "cstdint",
-    "cstring",
-    "cuda_fp16.h",
-)
-STANDARD_HEADERS += ("limits", "type_traits", "utility", "vector")
-OPTIONS = ("--std=c++20", "-default-device")
 _LIBRARY = re.compile(r"libnvrtc(?:-[0-9a-f]+)?\.so\.(\d+)(?:\.[\d.]+)?")
-_SUCCESS = 0
 
 
-class Nvrtc:
-    """One libnvrtc.
+class Nvrtc(RuntimeCompiler):
+    """One libnvrtc; see the base class."""
 
-    Args:
-        path: of the library, or its name, where the loader finds it.
+    title, prefix = "NVRTC", "nvrtc"
+    options = ("--std=c++20", "-default-device")
+    architecture_option = "--gpu-architecture"
 
-    Raises:
-        BuildError: it cannot be loaded.
+    def _load_first(self) -> None:
+        # 13.0 looks for its builtins wherever the loader looks, and not beside itself.
+        for builtins in sorted(Path(self.path).parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(builtins))
 
-    Attributes:
-        version: such as ``(13, 0)``.
-    """
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = str(path)
-        try:
-            # 13.0 looks for its builtins wherever the loader looks, and not beside itself.
-            for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
-                ctypes.CDLL(str(builtins))
-            self._library = ctypes.CDLL(self.path)
-        except OSError as error:
-            raise BuildError(f"NVRTC cannot be loaded: {error}.") from error
+    def _version(self) -> tuple[int, ...]:
         major, minor = ctypes.c_int(), ctypes.c_int()
-        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
-        self.version = (major.value, minor.value)
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
 
     @functools.cached_property
     def architectures(self) -> tuple[int, ...]:
         """The compute capabilities that it compiles for, such as 90, in rising order."""
         count = ctypes.c_int()
-        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        self._call("GetNumSupportedArchs", ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
-        self._call("nvrtcGetSupportedArchs", numbers)
+        self._call("GetSupportedArchs", numbers)
         return tuple(sorted(numbers))
+
+    def architecture_of(self, device: int) -> str:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(device)
+        return self.architecture_for(10 * major + minor)
 
     def architecture_for(self, capability: int) -> str:
         """What to compile for a card: its own machine code, or what its driver translates further.
@@ -85,66 +70,16 @@ class Nvrtc:
             )
         return f"compute_{older[-1]}"
 
-    def __str__(self) -> str:
-        return "{}.{}".format(*self.version)
+    def serves(self) -> str:
+        return ", ".join(f"sm_{number}" for number in self.architectures)
 
-    def compile(self, source: str, name: str, options: Sequence[str]) -> tuple[str, bytes, str]:
-        """Compile the kernel of a program that an expression names.
+    def check_architecture(self, architecture: str) -> None:
+        if architecture not in self.serves().split(", "):
+            text = f"expected some of {self.serves()}, which NVRTC {self} knows"
+            raise BuildError(f"{text}, got {architecture}.")
 
-        Args:
-            source: the program, which includes the kernel's template.
-            name: such as ``apex::cuda::rowwise_kernel<...>``.
-            options: beside :data:`OPTIONS`; one is ``--gpu-architecture=``.
-
-        Returns:
-            The kernel's symbol, machine code (``sm_``) or PTX (``compute_``) with it, and what the
-            compiler said.
-
-        Raises:
-            BuildError: it does not compile; with the compiler's words.
-        """
-        program = ctypes.c_void_p()
-        self._call("nvrtcCreateProgram", *_program(program, source))
-        try:
-            self._call("nvrtcAddNameExpression", program, name.encode())
-            words = [word.encode() for word in (*OPTIONS, *options)]
-            given = (ctypes.c_char_p * len(words))(*words)
-            status = self._library.nvrtcCompileProgram(program, len(words), given)
-            said = self._text("ProgramLog", program).decode(errors="replace")
-            if status != _SUCCESS:
-                raise BuildError(
-                    f"NVRTC {self} did not compile {name}: {self._error(status)}\n{said[:2000]}"
-                )
-            symbol = ctypes.c_char_p()
-            self._call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(symbol))
-            is_ptx = any("architecture=compute_" in word for word in options)
-            image = self._text("PTX" if is_ptx else "CUBIN", program)
-            return (symbol.value or b"").decode(), image, said
-        finally:
-            self._library.nvrtcDestroyProgram(ctypes.byref(program))
-
-    def _text(self, kind: str, program: ctypes.c_void_p) -> bytes:
-        size = ctypes.c_size_t()
-        self._call(f"nvrtcGet{kind}Size", program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        self._call(f"nvrtcGet{kind}", program, buffer)
-        return buffer.raw if kind != "ProgramLog" else buffer.value
-
-    def _call(self, function: str, *arguments: object) -> None:
-        status = getattr(self._library, function)(*arguments)
-        if status != _SUCCESS:
-            raise BuildError(f"{self.path}: {function} failed: {self._error(status)}.")
-
-    def _error(self, status: int) -> str:
-        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-        return self._library.nvrtcGetErrorString(status).decode()
-
-
-def _program(program: ctypes.c_void_p, source: str) -> tuple[object, ...]:
-    count = len(STANDARD_HEADERS)
-    texts = (ctypes.c_char_p * count)(*[b'#include "apex/rtc/standard.h"'] * count)
-    names = (ctypes.c_char_p * count)(*map(str.encode, STANDARD_HEADERS))
-    return ctypes.byref(program), source.encode(), b"apex_kernel.cu", count, texts, names
+    def _kind_of_image(self, options: Sequence[str]) -> str:
+        return "PTX" if any("architecture=compute_" in word for word in options) else "CUBIN"
 
 
 def libraries(major: int | None = None) -> list[Path]:

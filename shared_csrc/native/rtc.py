@@ -1,14 +1,14 @@
 """Compiles a GPU kernel at its first launch, for the card at hand, keeps it, and loads it.
 
-A library for ``cuda-rtc`` has the host's half of ops alone (``apex/rtc/host.h``), and serves every
-card and CUDA 12 and 13. It asks here for each kernel that it launches first: NVRTC compiles it from
-the headers that the op includes, and the driver loads it. What was compiled lies in the cache, by
-the rules of :mod:`.trust`; where it cannot lie there, every process compiles anew.
+A library for ``gpu-rtc`` has the host's half of ops alone (``apex/rtc/host.h``), and serves every
+card of NVIDIA and AMD, CUDA 12 and 13 and ROCm 5 to 7. It asks here for each kernel that it
+launches first: NVRTC or HIPRTC compiles it from the headers that the op includes, and the driver
+loads it. What was compiled lies in the cache, by the rules of :mod:`.trust`; where it cannot lie
+there, every process compiles anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -19,13 +19,13 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from . import jit, toolchain, trust
+from .drivers import LAUNCHING, CurrentStream, compiler, current_stream, driver
 from .errors import BuildError
-from .nvrtc import OPTIONS, Nvrtc, nvrtc
+from .rtc_compiler import RuntimeCompiler
 from .sources import included, without_torch
 
 logger = logging.getLogger("apex")
@@ -89,74 +89,13 @@ class _Connection(ctypes.Structure):
         ("takes_long_parameters", _Asked),
         ("takes_clusters", _Asked),
         ("set_attribute", ctypes.c_void_p),
+        ("current_stream", CurrentStream),
+        ("is_hip", ctypes.c_int),
     )
 
 
-class Driver:
-    """What is used of libcuda, the driver's library; torch has started it.
-
-    Raises:
-        BuildError: there is none.
-    """
-
-    _RELAXED = 2  # of a thread that captures a graph: what it loads is no part of it
-
-    def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise BuildError(f"NVIDIA's driver cannot be loaded: {error}.") from error
-
-    def address(self, function: str) -> int | None:
-        """Where one of its functions is, for C++."""
-        return ctypes.cast(getattr(self._library, function), ctypes.c_void_p).value
-
-    def enter(self, device: int) -> None:
-        """Make a device's context the calling thread's, where this has none.
-
-        A thread has one after its first call of CUDA's runtime, and torch may need none for an op.
-        """
-        context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(context))
-        if context.value is None:
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self._call("cuCtxSetCurrent", context)
-
-    def version(self) -> int:
-        """The newest CUDA that it knows: 12010 is 12.1."""
-        version = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(version))
-        return version.value
-
-    def load(self, symbol: str, image: bytes) -> int:
-        """Load machine code or PTX; return the kernel, for every card that it suits."""
-        library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-        none = (None, None, 0)
-        with self._outside_of_graphs():
-            self._call("cuLibraryLoadData", ctypes.byref(library), image, *none, *none)
-            self._call("cuLibraryGetKernel", ctypes.byref(kernel), library, symbol.encode())
-        return kernel.value or 0
-
-    @contextlib.contextmanager
-    def _outside_of_graphs(self) -> Iterator[None]:
-        mode = ctypes.c_int(self._RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-
-    def _call(self, function: str, *arguments: object) -> None:
-        status = getattr(self._library, function)(*arguments)
-        if status != 0:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(text))
-            said = (text.value or b"an unknown error").decode()
-            raise BuildError(f"{function} of NVIDIA's driver failed with {status}: {said}.")
-
-
 def expression(mangled: str) -> str:
-    """The C++ expression that names a kernel, such as ``apex::cuda::rowwise_kernel<...>``.
+    """The C++ expression that names a kernel, such as ``apex::gpu::rowwise_kernel<...>``.
 
     Args:
         mangled: the name of the type that has the kernel as its argument.
@@ -195,14 +134,14 @@ def _headers(source: Path) -> tuple[list[Path], bytes]:
 
 
 def compiled(
-    compiler: Nvrtc, kernel: Kernel, architecture: str, op_folders: dict[str, Path]
+    compiler: RuntimeCompiler, kernel: Kernel, architecture: str, op_folders: dict[str, Path]
 ) -> tuple[str, str, bytes]:
     """A kernel for an architecture, from the cache or compiled.
 
     Args:
-        compiler: NVRTC.
+        compiler: NVRTC or HIPRTC.
         kernel: as the library lists it.
-        architecture: such as ``sm_90``.
+        architecture: such as ``sm_90`` or ``gfx942``.
         op_folders: of each op that the library has, by name.
 
     Returns:
@@ -213,8 +152,8 @@ def compiled(
     """
     unit, name = kernel.unit.decode(), expression(kernel.name.decode())
     state = hashlib.sha256(_headers(_source_of(unit, op_folders))[1])
-    state.update(repr((OPTIONS, name, kernel.parameter_bytes)).encode())
-    kind = f"nvrtc-{compiler}-{architecture}"
+    state.update(repr((compiler.options, name, kernel.parameter_bytes)).encode())
+    kind = f"{compiler.prefix}-{compiler}-{architecture}"
     key = f"{kind}/{unit}-{state.hexdigest()[:32]}.kernel"
     with _lock:
         root = _cache()
@@ -227,7 +166,7 @@ def compiled(
                     f"`python -m apex.<package> --compile {architecture}`."
                 )
             _say(kind, root)
-            name, text, options = program(kernel, op_folders, architecture)
+            name, text, options = program(kernel, op_folders, architecture, compiler)
             symbol, image, _ = compiler.compile(text, name, options)
             kept = symbol, image
             if root:
@@ -332,18 +271,18 @@ def listed(library: ctypes.CDLL) -> list[Kernel]:
 
 
 def program(
-    kernel: Kernel, op_folders: dict[str, Path], architecture: str
+    kernel: Kernel, op_folders: dict[str, Path], architecture: str, compiler: RuntimeCompiler
 ) -> tuple[str, str, list[str]]:
-    """What NVRTC is given for a kernel: its name, the program, and options.
+    """What a compiler is given for a kernel: its name, the program, and options.
 
     Raises:
         BuildError: the kernel cannot be named.
     """
     name = expression(kernel.name.decode())
     headers, _ = _headers(_source_of(kernel.unit.decode(), op_folders))
-    lines = [f'#include "{header}"\n' for header in headers]
+    lines = [compiler.first_line, *(f'#include "{header}"\n' for header in headers)]
     lines.append(_PARAMETERS.format(name=name, bytes=kernel.parameter_bytes))
-    options = [f"--gpu-architecture={architecture}", f"-I{toolchain.INCLUDE}"]
+    options = [f"{compiler.architecture_option}={architecture}", f"-I{toolchain.INCLUDE}"]
     return name, "".join(lines), options
 
 
@@ -353,25 +292,29 @@ def _source_of(unit: str, op_folders: dict[str, Path]) -> Path:
 
 
 _connections: list[Any] = []  # what C++ calls must not be collected
-_loaded: dict[str, int] = {}
-driver = functools.cache(Driver)  # started at the first launch: an image is made without one
+_loaded: dict[tuple[str, int | None], int] = {}
 
 
 def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
     """Let an open library launch: give it the kernels that it asks for, and the driver.
 
     Args:
-        library: for ``cuda-rtc``.
+        library: for ``gpu-rtc``.
         op_folders: of each of its ops, by name.
     """
+
+    import torch
+
+    kept: list[Any] = []
 
     def find(kernel: Any, device: int, found: Any, problem: Any, size: int) -> int:
         try:
             found[0] = _load(kernel.contents, device, op_folders)
-            connection.launch = driver().address("cuLaunchKernel")
-            connection.launch_as = driver().address("cuLaunchKernelEx")
-            connection.describe = driver().address("cuGetErrorString")
-            connection.set_attribute = driver().address("cuKernelSetAttribute")
+            with _lock:
+                if not kept:
+                    kept.extend(driver().functions())
+                    for name, function in zip(LAUNCHING, kept, strict=True):
+                        setattr(connection, name, ctypes.cast(function, ctypes.c_void_p))
             return 0
         except BaseException as error:  # C++ raises it
             text = f"{kernel.contents.unit.decode()}: {error}".encode()[: size - 1]
@@ -379,17 +322,15 @@ def connect(library: ctypes.CDLL, op_folders: dict[str, Path]) -> None:
             return 1
 
     connection = _Connection(
-        _Find(find),
-        None,
-        None,
-        _Enter(lambda device: driver().enter(device)),
-        None,
-        _Asked(takes_dependent_launches),
-        _Asked(takes_long_parameters),
-        _Asked(takes_clusters),
-        None,
+        find=_Find(find),
+        enter=_Enter(lambda device: driver().enter(device)),
+        takes_dependent_launches=_Asked(takes_dependent_launches),
+        takes_long_parameters=_Asked(takes_long_parameters),
+        takes_clusters=_Asked(takes_clusters),
+        current_stream=current_stream(),
+        is_hip=torch.version.hip is not None,
     )
-    _connections.append(connection)
+    _connections.append((connection, kept))
     library.apex_rtc_connect(ctypes.byref(connection))
 
 
@@ -420,8 +361,11 @@ def takes_clusters(device: int) -> bool:
 def _has(device: int, cuda: int, capability: tuple[int, int]) -> bool:
     import torch
 
+    if torch.version.hip:
+        return False
     try:
-        known = min(driver().version(), 1000 * nvrtc().version[0] + 10 * nvrtc().version[1])
+        major, minor, *_ = compiler().version
+        known = min(driver().version(), 1000 * major + 10 * minor)
         return known >= cuda and torch.cuda.get_device_capability(device) >= capability
     except BuildError:  # what is wrong is told where a kernel is asked for
         return False
@@ -429,13 +373,11 @@ def _has(device: int, cuda: int, capability: tuple[int, int]) -> bool:
 
 def _load(kernel: Kernel, device: int, op_folders: dict[str, Path]) -> int:
     """A kernel of the driver for a device, compiled and loaded if need be."""
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = nvrtc().architecture_for(10 * major + minor)
+    architecture = compiler().architecture_of(device)
     with _lock:
-        key, symbol, image = compiled(nvrtc(), kernel, architecture, op_folders)
-        if key not in _loaded:
+        key, symbol, image = compiled(compiler(), kernel, architecture, op_folders)
+        owner = device if driver().loads_for_one_device else None
+        if (key, owner) not in _loaded:
             driver().enter(device)
-            _loaded[key] = driver().load(symbol, image)
-        return _loaded[key]
+            _loaded[key, owner] = driver().load(symbol, image)
+        return _loaded[key, owner]

@@ -44,7 +44,7 @@ class Target:
     """What a kernel library is compiled for.
 
     Args:
-        backend: ``"cpu"``, ``"cuda"`` (by nvcc), ``"cuda-rtc"`` (the host's half; :mod:`.rtc`
+        backend: ``"cpu"``, ``"cuda"`` (by nvcc), ``"gpu-rtc"`` (the host's half; :mod:`.rtc`
             compiles kernels), ``"hip"``, or ``"emu"``: GPU kernels on the host, for tests.
         level: ISA level of a CPU library, ``"baseline"`` on a GPU.
         archs: GPU architectures such as ``("sm_90", "sm_100")`` or ``("gfx90a",)``.

@@ -53,7 +53,7 @@ _SHARED_PTX = 80
 _PTX = re.compile(r"^#define APEX_PTX\b[ \t]*(.*?)[ \t]*(?://.*)?$", re.MULTILINE)
 
 # The backend whose kernels are compiled at run time, see rtc.py: a library of the host's half.
-RTC = "cuda-rtc"
+RTC = "gpu-rtc"
 _RTC_FLAGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-O2", "-ffunction-sections")
 
 VERSION_TIMEOUT_S = 60
@@ -325,7 +325,7 @@ def link_flags(target: Target) -> list[str]:
     if target.backend == "emu":
         return [*flags, *(f"-Wl,--wrap={name}" for name in _WRAPPED), "-ltorch_cpu", "-ldl"]
     if target.backend == RTC:
-        return [*flags, "-Wl,--gc-sections", "-ltorch_cpu", "-L.", "-ltorch_cuda", "-ldl"]
+        return [*flags, "-Wl,--gc-sections", "-ltorch_cpu", "-ldl"]
     stub = {"cuda": "torch_cuda", "hip": "torch_hip"}[target.backend]
     if target.backend == "cuda":
         # No kernel calls another file's: linking them would only write this machine's paths down.
@@ -359,5 +359,4 @@ def portable_link_flags(target: Target, version_script: str) -> list[str]:
 
 def gpu_stub_name(target: Target) -> str | None:
     """The torch library that GPU kernels need by name and that a CPU torch does not have."""
-    stubs = {"cuda": "libtorch_cuda.so", RTC: "libtorch_cuda.so", "hip": "libtorch_hip.so"}
-    return stubs.get(target.backend)
+    return {"cuda": "libtorch_cuda.so", "hip": "libtorch_hip.so"}.get(target.backend)

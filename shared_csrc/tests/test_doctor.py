@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shared_csrc.native import doctor, doctor_rtc, targets
+from shared_csrc.native import doctor, doctor_rtc, drivers, targets
 from shared_csrc.native.library import OpLibrary
 
 
@@ -46,6 +46,7 @@ def test_a_user_without_a_home(monkeypatch):
 )
 def test_images_are_made_for_the_gpus_that_are_named(monkeypatch, torch_for, variables, expected):
     monkeypatch.setenv("APEX_CUDA_COMPILER", "nvcc")
+    monkeypatch.setenv("APEX_HIP_COMPILER", "hipcc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("cuda", "hip"):
         monkeypatch.setattr(torch.version, name, torch_for.get(name))
@@ -64,8 +65,8 @@ def test_images_are_made_for_the_gpus_that_are_named(monkeypatch, torch_for, var
         ("12.6", [], "an op's host code is compiled at its first call; 1 kernels of NVRTC in the"),
         (
             "13.0",
-            [("cpu", []), ("cuda", ["sm_80", "sm_90"]), ("cuda-rtc", [])],
-            "cuda.so for sm_80, sm_90 and cuda-rtc.so for all; 1 kernels of NVRTC in the cache",
+            [("cpu", []), ("cuda", ["sm_80", "sm_90"]), ("gpu-rtc", [])],
+            "cuda.so for sm_80, sm_90 and gpu-rtc.so for all; 1 kernels of NVRTC in the cache",
         ),
     ],
 )
@@ -77,10 +78,10 @@ def test_what_serves_nvidia_gpus(monkeypatch, tmp_path, cuda, libraries, expecte
     ops = OpLibrary("apex_doc", __file__)
     entries = [{"file": f"{b}.so", "backend": b, "archs": archs} for b, archs in libraries]
     monkeypatch.setattr(ops, "manifest", lambda: {"libraries": entries})
-    assert (doctor_rtc.on_nvidia_gpus(ops) or "").startswith(expected or "")
-    monkeypatch.setattr(doctor_rtc.rtc.Driver, "version", lambda self: 13020)
-    monkeypatch.setattr(doctor_rtc.rtc, "driver", lambda: object.__new__(doctor_rtc.rtc.Driver))
-    said = doctor_rtc.on_nvidia_gpus(ops)
+    assert (doctor_rtc.on_gpus(ops) or "").startswith(expected or "")
+    monkeypatch.setattr(drivers.CudaDriver, "version", lambda self: 13020)
+    monkeypatch.setattr(drivers, "driver", lambda: object.__new__(drivers.CudaDriver))
+    said = doctor_rtc.on_gpus(ops)
     assert said is None if cuda is None else said.endswith("cache; libcuda.so.1 of CUDA 13.2")
 
 
@@ -89,8 +90,8 @@ def test_no_driver(monkeypatch):
         raise doctor_rtc.BuildError("NVIDIA's driver cannot be loaded: no libcuda.so.1.")
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(doctor_rtc.rtc, "driver", missing)
-    said = doctor_rtc.on_nvidia_gpus(OpLibrary("apex_doc", __file__))
+    monkeypatch.setattr(drivers, "driver", missing)
+    said = doctor_rtc.on_gpus(OpLibrary("apex_doc", __file__))
     assert said.endswith("in the cache; NVIDIA's driver cannot be loaded: no libcuda.so.1")
 
 

@@ -35,6 +35,7 @@ def h100(monkeypatch):
 
 @pytest.fixture
 def mi210(monkeypatch):
+    monkeypatch.setenv("APEX_HIP_COMPILER", "hipcc")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     properties = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
@@ -78,27 +79,27 @@ def test_nvrtc_serves_every_nvidia_card(h100, monkeypatch, listed):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     for value in ("", "nvrtc"):
         monkeypatch.setenv("APEX_CUDA_COMPILER", value)
-        assert jit.target_of("cuda") == targets.Target("cuda-rtc")
+        assert jit.target_of("cuda") == targets.Target("gpu-rtc")
 
 
 @pytest.mark.parametrize(
     ("wanted", "there", "taken"),
     [
         ("", "both", "cuda.so"),  # what somebody took minutes to compile
-        ("", "cuda-rtc.so", "cuda-rtc.so"),
-        ("", "another card's", "cuda-rtc.so"),
-        ("nvrtc", "both", "cuda-rtc.so"),
+        ("", "gpu-rtc.so", "gpu-rtc.so"),
+        ("", "another card's", "gpu-rtc.so"),
+        ("nvrtc", "both", "gpu-rtc.so"),
         ("nvrtc", "cuda.so", None),
         ("nvcc", "both", "cuda.so"),
-        ("nvcc", "cuda-rtc.so", None),
+        ("nvcc", "gpu-rtc.so", None),
     ],
 )
 def test_which_library_of_a_wheel_is_taken(op, h100, tmp_path, monkeypatch, wanted, there, taken):
     monkeypatch.setenv("APEX_CUDA_COMPILER", wanted)
-    monkeypatch.setattr(fitting, "nvrtc", lambda: None)
+    monkeypatch.setattr(fitting, "compiler", lambda: None)
     entries = [
         {"file": f"{backend}.so", "backend": backend, "archs": archs, "ops": ["my_op"]}
-        for backend, archs in (("cuda", ["sm_90"]), ("cuda-rtc", []))
+        for backend, archs in (("cuda", ["sm_90"]), ("gpu-rtc", []))
     ]
     if there == "another card's":
         entries[0]["archs"] = ["sm_80"]
@@ -114,7 +115,7 @@ def test_a_torch_without_nvrtc(op, h100, tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_CUDA_COMPILER", "nvrtc")
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     nvrtc.nvrtc.cache_clear()
-    ops = prebuilt_wheel(tmp_path, monkeypatch, "cuda-rtc", [])
+    ops = prebuilt_wheel(tmp_path, monkeypatch, "gpu-rtc", [])
     monkeypatch.setenv("APEX_JIT", "0")
     reason = ops.why_missing(op.folder, "cuda")
     assert reason.startswith("the wheel's gpu.so needs NVRTC: libnvrtc.so.99, which compiles GPU")

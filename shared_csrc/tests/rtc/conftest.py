@@ -52,7 +52,7 @@ def cache(tmp_path, monkeypatch, fakes):
     folder = tmp_path / "cache"
     monkeypatch.setenv("APEX_CACHE_DIR", str(folder))
     monkeypatch.setenv("APEX_JIT", "1")
-    monkeypatch.setattr(rtc, "nvrtc", lambda: nvrtc.Nvrtc(fakes[1]))
+    monkeypatch.setattr(rtc, "compiler", lambda: nvrtc.Nvrtc(fakes[1]))
     monkeypatch.setattr(torch.cuda, "get_device_capability", CAPABILITIES.get)
     forget(monkeypatch)
     return folder

@@ -15,7 +15,7 @@ CAPABILITIES = {0: (9, 0), 1: (9, 0), 2: (12, 1), 3: (7, 0), 4: (6, 1), 5: (8, 0
 
 
 def built_drawn(folder, include=toolchain.INCLUDE):
-    """The library of an op: what the builder makes for cuda-rtc, but for torch."""
+    """The library of an op: what the builder makes for gpu-rtc, but for torch."""
     built = folder / "drawn.so"
     flags = toolchain.compile_flags(targets.Target(toolchain.RTC))
     flags = [flag.replace(str(toolchain.INCLUDE), str(include)) for flag in flags]

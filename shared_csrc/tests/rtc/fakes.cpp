@@ -1,5 +1,5 @@
-// In the place of libcuda and of libnvrtc, as much as native/rtc.py and native/nvrtc.py use: no GPU
-// is there. A launch of `draw` does on the host what that kernel does; with `fake_compiler` kernels
+// In the place of libcuda and libnvrtc, or of libamdhip64 and libhiprtc, as much as native/rtc.py and
+// native/drivers.py use: no GPU is there. A launch of `draw` does on the host what that kernel does; with `fake_compiler` kernels
 // are compiled for the emulated GPU, and run on it.
 #include <dlfcn.h>
 #include <elf.h>
@@ -28,12 +28,14 @@ struct Line {
 struct Library {
   std::string image;
   void* opened;  // of kernels that are compiled for the emulated GPU
+  int device;    // of AMD's runtime, which loads for one
 };
 
 struct Kernel {
   std::string symbol;
   const FakeKernel* emulated;
   unsigned most_shared_bytes = 48 * 1024;
+  int device = -1;
 };
 
 namespace {
@@ -41,7 +43,8 @@ namespace {
 int version = 13000, mode = 0, dependent = 0, loads = 0, loads_outside_of_graphs = 0,
     compilations = 0, launches = 0, last_cluster = 1;
 std::string last_symbol, last_image, compiler, refused;
-int capabilities[4] = {90, 90, 90, 90};
+std::string architectures[4] = {"sm_90", "sm_90", "sm_90", "sm_90"};
+int last_error = 0;  // that HIP keeps
 constexpr int kRelaxed = 2, kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201,
               kNoBinary = 209, kNotFound = 500, kLaunchFailed = 719, kUnknown = 999;
 thread_local int context = 0;  // of a device, from 1 on
@@ -67,7 +70,8 @@ FAKE void fake_refuse(const char* function) { refused = function; }
 FAKE void fake_version(int newest) { version = newest; }
 // The words of a compiler that makes a library of a program for the emulated GPU.
 FAKE void fake_compiler(const char* words) { compiler = words; }
-FAKE void fake_card(int device, int capability) { capabilities[device] = capability; }
+FAKE void fake_card(int device, const char* architecture) { architectures[device] = architecture; }
+FAKE int fake_last_error() { return last_error; }
 FAKE void* fake_stream(int device) { return reinterpret_cast<void*>(0x700L + device); }
 FAKE int fake_launches() { return launches; }
 FAKE int fake_cluster() { return std::exchange(last_cluster, 1); }
@@ -113,8 +117,10 @@ int emulate(const FakeKernel& kernel, const unsigned* grid, const unsigned* bloc
             unsigned shared_bytes, void* stream, void** parameters) {
   const int device = context - 1;
   if (stream != fake_stream(device)) return kInvalidContext;
-  if (kernel.architecture != "sm_" + std::to_string(capabilities[device])) return kNoBinary;
-  const size_t most = version >= 12010 && capabilities[device] >= 70 ? 32764 : 4096;
+  const std::string& architecture = architectures[device];
+  if (kernel.architecture != architecture) return kNoBinary;
+  const bool is_cuda = architecture.starts_with("sm_");
+  const size_t most = is_cuda && version >= 12010 && architecture >= "sm_70" ? 32764 : 4096;
   if (kernel.parameter_bytes > most) return kInvalidValue;
   fault = kernel.launch(grid, block, shared_bytes, parameters);
   return fault.empty() ? 0 : kLaunchFailed;
@@ -133,7 +139,7 @@ FAKE int cuLibraryLoadData(void** library, const char* image, void*, void*, unsi
   loads += 1;
   loads_outside_of_graphs += mode == kRelaxed;
   last_image = image;
-  *library = new Library{image, opened};
+  *library = new Library{image, opened, context - 1};
   return 0;
 }
 FAKE int cuLibraryGetKernel(void** kernel, void* library, const char* symbol) {
@@ -227,10 +233,10 @@ std::string contents(const std::string& file) {
   return {std::istreambuf_iterator<char>(opened), {}};
 }
 
-// Namespaces of CUDA's backend are those of the emulated GPU.
+// Namespaces of GPUs' kernels are those of the emulated GPU.
 std::string emulated(std::string text) {
-  for (size_t at = 0; (at = text.find("::cuda::", at)) != std::string::npos;) {
-    text.replace(at, 8, "::emu::");
+  for (size_t at = 0; (at = text.find("::gpu::", at)) != std::string::npos;) {
+    text.replace(at, 7, "::emu::");
   }
   return text;
 }
@@ -243,7 +249,7 @@ int compile_for_host(Program& program, int count, const char** options) {
   for (int i = 0; i < count; ++i) {
     const std::string option = options[i];
     if (option.starts_with("-I")) command += " " + option;
-    if (option.find("architecture=") != std::string::npos) {
+    if (option.find("architecture=") != std::string::npos || option.starts_with("--offload-arch")) {
       architecture = option.substr(option.find('=') + 1);
     }
   }
@@ -349,4 +355,90 @@ FAKE int nvrtcGetPTX(Program* program, char* code) {
   std::string text = program->code + " ptx";
   std::memcpy(code, text.data(), text.size());
   return 0;
+}
+
+// HIP's runtime: modules of a device; and its compiler.
+
+FAKE int hipRuntimeGetVersion(int* newest) {
+  MAY_REFUSE;
+  *newest = 60443482;
+  return 0;
+}
+FAKE int hipDriverGetVersion(int* newest) { return hipRuntimeGetVersion(newest); }
+FAKE int hipSetDevice(int device) {
+  MAY_REFUSE;
+  context = device + 1;
+  return 0;
+}
+FAKE int hipThreadExchangeStreamCaptureMode(int* other) {
+  MAY_REFUSE;
+  return cuThreadExchangeStreamCaptureMode(other);
+}
+FAKE int hipModuleLoadData(void** module, const char* image) {
+  MAY_REFUSE;
+  return cuLibraryLoadData(module, image, nullptr, nullptr, 0, nullptr, nullptr, 0);
+}
+FAKE int hipModuleGetFunction(void** kernel, void* module, const char* symbol) {
+  MAY_REFUSE;
+  const int error = cuLibraryGetKernel(kernel, module, symbol);
+  if (error == 0) {
+    static_cast<Kernel*>(*kernel)->device = static_cast<Library*>(module)->device;
+    static_cast<Kernel*>(*kernel)->most_shared_bytes = 64 * 1024;
+  }
+  return error;
+}
+FAKE int hipModuleLaunchKernel(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                               unsigned block_x, unsigned block_y, unsigned block_z,
+                               unsigned shared_bytes, void* stream, void** parameters,
+                               void** extra) {
+  last_error = kUnknown;
+  MAY_REFUSE;
+  last_error = static_cast<Kernel*>(kernel)->device != context - 1
+                   ? kInvalidContext
+                   : cuLaunchKernel(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z,
+                                    shared_bytes, stream, parameters, extra);
+  return last_error;
+}
+FAKE int hipGetLastError() { return std::exchange(last_error, 0); }
+FAKE const char* hipGetErrorString(int error) {
+  const char* text = nullptr;
+  cuGetErrorString(error, &text);
+  return text;
+}
+FAKE const char* hiprtcGetErrorString(int error) {
+  return error == 6 ? "HIPRTC_ERROR_COMPILATION" : "HIPRTC_ERROR_INTERNAL_ERROR";
+}
+FAKE int hiprtcCreateProgram(Program** program, const char* source, const char* name, int count,
+                             const char** texts, const char** names) {
+  MAY_REFUSE;
+  return nvrtcCreateProgram(program, source, name, count, texts, names);
+}
+FAKE int hiprtcDestroyProgram(Program** program) { return nvrtcDestroyProgram(program); }
+FAKE int hiprtcAddNameExpression(Program* program, const char* name) {
+  MAY_REFUSE;
+  return nvrtcAddNameExpression(program, name);
+}
+FAKE int hiprtcCompileProgram(Program* program, int count, const char** options) {
+  MAY_REFUSE;
+  return nvrtcCompileProgram(program, count, options);
+}
+FAKE int hiprtcGetLoweredName(Program* program, const char* name, const char** symbol) {
+  MAY_REFUSE;
+  return nvrtcGetLoweredName(program, name, symbol);
+}
+FAKE int hiprtcGetProgramLogSize(Program* program, size_t* size) {
+  MAY_REFUSE;
+  return nvrtcGetProgramLogSize(program, size);
+}
+FAKE int hiprtcGetProgramLog(Program* program, char* log) {
+  MAY_REFUSE;
+  return nvrtcGetProgramLog(program, log);
+}
+FAKE int hiprtcGetCodeSize(Program* program, size_t* size) {
+  MAY_REFUSE;
+  return nvrtcGetCUBINSize(program, size);
+}
+FAKE int hiprtcGetCode(Program* program, char* code) {
+  MAY_REFUSE;
+  return nvrtcGetCUBIN(program, code);
 }

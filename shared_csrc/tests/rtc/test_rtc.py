@@ -14,7 +14,7 @@ import pytest
 import torch
 from drawing import EXPECTED, HERE, SHARED, draw, forget
 
-from shared_csrc.native import nvrtc, rtc, trust
+from shared_csrc.native import drivers, nvrtc, rtc, trust
 from shared_csrc.native.errors import BuildError
 
 pytestmark = pytest.mark.builds
@@ -41,7 +41,7 @@ def test_options(cache, open_drawn, fakes, device, kind):
     image = next(cache.glob(f"*{kind}/*.kernel")).read_bytes()
     symbol, magic, options = image.split(b"\0")
     assert (symbol, magic) == (b"_Z4drawIfEvPT_i4Line", b"machine code")
-    assert options.startswith(b"apex::cuda::draw<float> --std=c++20 -default-device")
+    assert options.startswith(b"apex::gpu::draw<float> --std=c++20 -default-device")
     assert f"--gpu-architecture={kind}".encode() in options
     assert options.endswith(b" ptx") == (kind == "compute_120")
 
@@ -58,7 +58,7 @@ def test_a_kernel_that_does_not_compile(cache, open_drawn, tmp_path):
     library = open_drawn(folder)
     for _ in range(2):
         said = draw(library)
-        assert said.startswith("drawn: NVRTC 13.7 did not compile apex::cuda::draw<float>: NVRTC_E")
+        assert said.startswith("drawn: NVRTC 13.7 did not compile apex::gpu::draw<float>: NVRTC_E")
         assert "error: no template draw" in said
 
 
@@ -74,7 +74,7 @@ def test_another_process_finds_it(cache, open_drawn, fakes, monkeypatch):
 def test_where_compiling_is_forbidden(cache, open_drawn, monkeypatch):
     monkeypatch.setenv("APEX_JIT", "0")
     said = draw(open_drawn())
-    assert said.startswith("drawn: APEX_JIT=0 forbids compiling apex::cuda::draw<float> for sm_90")
+    assert said.startswith("drawn: APEX_JIT=0 forbids compiling apex::gpu::draw<float> for sm_90")
     assert not cache.exists()
 
 
@@ -246,7 +246,7 @@ from pathlib import Path
 from shared_csrc.native import nvrtc, rtc
 import drawing
 ctypes.CDLL({str(fakes[1])!r})
-rtc.nvrtc = lambda: nvrtc.Nvrtc({str(fakes[1])!r})
+rtc.compiler = lambda: nvrtc.Nvrtc({str(fakes[1])!r})
 torch.cuda.get_device_capability = drawing.CAPABILITIES.get
 library = ctypes.CDLL({str(drawn)!r})
 library.apex_draw.restype = ctypes.c_char_p
@@ -264,7 +264,7 @@ def test_every_kernel_of_a_library_is_listed_and_named(open_drawn):
     plain, hidden = sorted(rtc.listed(open_drawn()), key=lambda kernel: kernel.parameter_bytes)[
         ::-1
     ]
-    assert rtc.expression(plain.name.decode()) == "apex::cuda::draw<float>"
+    assert rtc.expression(plain.name.decode()) == "apex::gpu::draw<float>"
     assert (plain.unit, plain.parameter_bytes) == (b"drawn", 8 + 8 + 16)
     with pytest.raises(
         BuildError, match=r"cannot be named outside of its source: kernels and what"
@@ -276,9 +276,9 @@ def test_every_kernel_of_a_library_is_listed_and_named(open_drawn):
     ("mangled", "name"),
     [
         (
-            "PN4apex8KernelOfIXadL_ZNS_4cuda13colwise_mergeINS1_1SINS1_8BFloat16ELNS1_5PartsE6ELl8192"
+            "PN4apex8KernelOfIXadL_ZNS_3gpu13colwise_mergeINS1_1SINS1_8BFloat16ELNS1_5PartsE6ELl8192"
             "ELb1EEEfEEvlPKfT_EEEE",
-            "apex::cuda::colwise_merge<apex::cuda::S<apex::cuda::BFloat16, (apex::cuda::Parts)6, "
+            "apex::gpu::colwise_merge<apex::gpu::S<apex::gpu::BFloat16, (apex::gpu::Parts)6, "
             "8192l, true>, float>",
         ),
     ],
@@ -312,4 +312,4 @@ def test_no_compiler_and_no_driver(monkeypatch, tmp_path):
         nvrtc.nvrtc()
     monkeypatch.setattr(ctypes, "CDLL", no_space)
     with pytest.raises(BuildError, match="NVIDIA's driver cannot be loaded"):
-        rtc.Driver()
+        drivers.CudaDriver()

@@ -43,7 +43,9 @@
 #endif
 #define APEX_CONCAT_(a, b) a##b
 #define APEX_CONCAT(a, b) APEX_CONCAT_(a, b)
-#if defined(APEX_CUDA)
+#if defined(APEX_RTC) || defined(APEX_RTC_HOST)
+#define APEX_BACKEND_NS gpu  // one host's half names the kernels of CUDA and HIP
+#elif defined(APEX_CUDA)
 #define APEX_BACKEND_NS cuda
 #elif defined(APEX_HIP)
 #define APEX_BACKEND_NS hip

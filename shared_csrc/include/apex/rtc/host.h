@@ -1,6 +1,6 @@
 // The host's half of GPU code by a plain C++ compiler, which is told to include this first: kernels
-// are named here, and compiled by NVRTC when they are first launched. native/nvrtc.py, which knows
-// how, connects itself when it loads the library.
+// are named here, and compiled by NVRTC or HIPRTC when they are first launched. native/rtc.py, which
+// knows how, connects itself when it loads the library.
 #pragma once
 
 #include <algorithm>
@@ -70,7 +70,7 @@ struct RtcConfiguration {
 };
 static_assert(sizeof(RtcAttribute) == 72 && sizeof(RtcConfiguration) == 56);
 
-// What native/nvrtc.py and the driver do for a library.
+// What native/rtc.py, the driver and torch do for a library.
 struct RtcConnection {
   // Gives the kernel for a device, compiled and loaded; else a text of what is in the way, and 1.
   int (*find)(const RtcKernel* kernel, int device, void** found, char* problem, size_t bytes);
@@ -91,6 +91,9 @@ struct RtcConnection {
   int (*takes_clusters)(int device);
   // Sets what a kernel may take on a device.
   int (*set_attribute)(int attribute, int value, void* kernel, int device);
+  // torch's own; null where that is for CPUs.
+  int (*current_stream)(int device, void** stream);
+  int is_hip;
 };
 
 inline std::atomic<const RtcConnection*> rtc_connected{nullptr};
@@ -125,7 +128,7 @@ inline std::vector<RtcKernel>& rtc_kernels() {
 template <auto kernel>
 struct KernelOf;
 
-inline namespace cuda {
+inline namespace gpu {
 
 inline constexpr int kRtcDevices = 64;
 inline constexpr int kRtcInvalidContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
@@ -224,7 +227,7 @@ struct RtcLaunch<kernel> {
   static inline const RtcKernel& listed = list();
 };
 
-}  // namespace cuda
+}  // namespace gpu
 }  // namespace apex
 
 #define APEX_RTC_EXPORT extern "C" inline __attribute__((used, visibility("default")))

@@ -15,7 +15,12 @@ inline namespace APEX_BACKEND_NS {
 // same from torch's operators. native/blaslt.py has these numbers.
 enum class Outcome : int64_t { kDone = 0, kNoLibrary = 1, kNoHandle = 2, kNoAlgorithm = 3 };
 
-#if defined(APEX_CUDA)
+#if defined(APEX_RTC_HOST)
+inline Library open_library() {
+  const Numbers& numbers = rtc_connection().is_hip ? kHipblas : kCublas;
+  return {numbers, numbers.library_names};
+}
+#elif defined(APEX_CUDA)
 inline Library open_library() { return {kCublas, kCublas.library_names}; }
 #elif defined(APEX_HIP)
 inline Library open_library() { return {kHipblas, kHipblas.library_names}; }

@@ -11,7 +11,7 @@
 #include "apex/core/config.h"
 #include "apex/torch/like.h"
 
-#if defined(APEX_CUDA) || defined(APEX_HIP)
+#if (defined(APEX_CUDA) || defined(APEX_HIP)) && !defined(APEX_RTC_HOST)
 // Declared by shim.h only under USE_CUDA, which would pull in CUDA headers that HIP lacks.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
@@ -59,11 +59,15 @@ class Context {
   // `like` decides the device; work goes to that device's current stream.
   explicit Context(const Tensor& like) : guard_(like.get_device_index()), like_(like) {
     void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream));
-    stream_ = static_cast<gpu_stream>(stream);
 #if defined(APEX_RTC_HOST)
     rtc_device = like.get_device_index();
+    const auto current_stream = rtc_connection().current_stream;
+    check(current_stream != nullptr, "this torch is for CPUs, and the tensor on a GPU.");
+#else
+    const auto current_stream = aoti_torch_get_current_cuda_stream;
 #endif
+    TORCH_ERROR_CODE_CHECK(current_stream(like.get_device_index(), &stream));
+    stream_ = static_cast<gpu_stream>(stream);
   }
 
   gpu_stream stream() const { return stream_; }
