@@ -403,11 +403,8 @@ def kernels(session, compiler):
     elif compiler == "cpu":
         session.run("python", "ci/vectors.py", *ops)
     elif compiler == "nvrtc":
-        install(session, "filelock", *MATRIX["cuda"]["nvrtc"])  # after torch, which has another
-        options = cover.lot_of_kernels() if SAMPLES and not alone else []
-        if not alone and not workspace.stale_packages(PACKAGES, BUILDING):
-            options = [*options, "--wheels"]
-        session.run("python", "ci/nvrtc.py", *options, *ops, env=COMPILING)
+        install(session, *MATRIX["cuda"]["nvrtc"])  # after torch, which has another
+        compile_at_run_time(session, ops, alone=alone)
     else:
         archs = MATRIX[compiler]["archs"]
         if compiler == "cuda":
@@ -419,6 +416,16 @@ def kernels(session, compiler):
             archs = known or session.error("this hipcc compiles for no AMD GPU")
         command = ["python", "ci/kernels.py", compiler, *archs, "--", *ops]
         session.run(*command, env=COMPILING)
+        if compiler == "hip":
+            compile_at_run_time(session, ops, f"--amd={','.join(archs)}", alone=alone)
+
+
+def compile_at_run_time(session, ops, *options, alone):
+    """Compile kernels as at their first calls: by NVRTC, or by HIPRTC where an option says so."""
+    install(session, "filelock")
+    lot = cover.lot_of_kernels(*options) if SAMPLES and not alone else []
+    wheels = [] if alone or workspace.stale_packages(PACKAGES, BUILDING) else ["--wheels"]
+    session.run("python", "ci/nvrtc.py", *options, *lot, *wheels, *ops, env=COMPILING)
 
 
 @nox.session(tags=["ci"])

@@ -63,12 +63,17 @@ def sampled_ops(compiler: str = "") -> list[str]:
     return chosen
 
 
-def lot_of_kernels() -> list[str]:
+def lot_of_kernels(*for_amd: str) -> list[str]:
     """Return what makes ci/nvrtc.py take a lot of kernels, and note it for the table of stages."""
-    stages.note(
-        f"all of their kernels for the evidence; of other ops' kernels those of gpu_costs.toml and "
-        f"{LOT} of each engine by lot; {SMALL_LOT} of each for another architecture by each NVRTC"
-    )
+    if for_amd:
+        text = f"by HIPRTC for one: {LOT} kernels of each engine of them, {SMALL_LOT} of a quarter"
+    else:
+        text = (
+            f"all of their kernels for the evidence; of other ops' those of gpu_costs.toml and "
+            f"{LOT} of each engine by lot; {SMALL_LOT} of each for another architecture by each "
+            "NVRTC"
+        )
+    stages.note(text)
     return ["--lot"]
 
 

@@ -12,7 +12,8 @@ With --lot, which CI passes, it is the evidence for all kernels of the named ops
 is the evidence for those of ci/gpu_costs.toml and for a lot of each engine; and each NVRTC compiles
 a smaller lot for another architecture, drawn at each commit as all lots are.
 
-With --amd the compiler is the HIPRTC that the loader finds, for these architectures (one by lot).
+With --amd the compiler is the HIPRTC that the loader finds, for these architectures. With a lot, it
+is for one of them, and of a quarter of the sources besides those of the named ops.
 """
 
 import ctypes
@@ -92,10 +93,13 @@ def compile_for_amd(
     compiler = hiprtc.find(stems)
     if compiler is None:
         return [f"no HIPRTC was found; looked for {', '.join(stems)}"]
-    seed = random.Random(f"HIPRTC {dirty.seed()}")
-    taken = [drawn(unit, SMALL_LOT, whole=whole) for unit in units] if has_lot else units
-    archs = [seed.choice(archs)] if has_lot else archs
-    return [line for arch in archs for line in compile_all(compiler, arch, taken)]
+    if has_lot:
+        seed = random.Random(f"HIPRTC {dirty.seed()}")
+        archs = [seed.choice(archs)]
+        some = {unit.name for unit in seed.sample(units, (len(units) + 3) // 4)}
+        units = [unit for unit in units if unit.op in whole or unit.name in some]
+        units = [drawn(unit, LOT if unit.op in whole else SMALL_LOT) for unit in units]
+    return [line for arch in archs for line in compile_all(compiler, arch, units)]
 
 
 def packages() -> list[Path]:

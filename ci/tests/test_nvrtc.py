@@ -35,7 +35,7 @@ def named(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "2")
     program = nvrtc.rtc.program
     monkeypatch.setattr(
-        nvrtc.rtc, "program", lambda kernel, folders, arch, compiler: (kernel.name, "program", [arch])
+        nvrtc.rtc, "program", lambda kernel, folders, arch, _: (kernel.name, "program", [arch])
     )
     monkeypatch.setattr(nvrtc, "short_name", lambda kernel: kernel.name)
     monkeypatch.setattr(nvrtc.sass, "parameter_bytes", lambda image, symbol: PARAMETER_BYTES)

@@ -22,7 +22,7 @@ def compiler() -> str:
 
 
 def on_gpus(library: OpLibrary) -> str | None:
-    """What serves the GPUs that torch is for, whether there is one or not; None if it is for none."""
+    """What serves the GPUs that torch is for, be there one or not; None if it is for none."""
     if not torch.version.cuda and not torch.version.hip:
         return None
     whole, kept = ("hip", "HIPRTC") if torch.version.hip else ("cuda", "NVRTC")

@@ -1,4 +1,4 @@
-"""What loads and launches kernels that were compiled at run time: the libraries of GPUs' drivers."""
+"""What loads and launches kernels that are compiled at run time: libraries of GPUs' drivers."""
 
 from __future__ import annotations
 

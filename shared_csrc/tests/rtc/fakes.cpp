@@ -1,6 +1,6 @@
-// In the place of libcuda and libnvrtc, or of libamdhip64 and libhiprtc, as much as native/rtc.py and
-// native/drivers.py use: no GPU is there. A launch of `draw` does on the host what that kernel does; with `fake_compiler` kernels
-// are compiled for the emulated GPU, and run on it.
+// In the place of libcuda and libnvrtc, or of libamdhip64 and libhiprtc, as much as native/rtc.py
+// and native/drivers.py use: no GPU is there. A launch of `draw` does on the host what that kernel
+// does; with `fake_compiler` kernels are compiled for the emulated GPU, and run on it.
 #include <dlfcn.h>
 #include <elf.h>
 #include <stdlib.h>

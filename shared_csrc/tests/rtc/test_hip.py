@@ -141,7 +141,7 @@ def test_a_library_that_is_no_compiler(runtime, tmp_path):
     card._build(["-x", "c++", "/dev/null"], empty)
     with pytest.raises(BuildError, match="is not HIPRTC: it has no hiprtcCompileProgram"):
         hiprtc.Hiprtc(empty)
-    with pytest.raises(BuildError, match="HIPRTC cannot be loaded: .*libhiprtc.so.99"):
+    with pytest.raises(BuildError, match=r"HIPRTC cannot be loaded: .*libhiprtc\.so\.99"):
         hiprtc.Hiprtc(tmp_path / "libhiprtc.so.99")
     names = [str(tmp_path / "no.so"), str(empty), str(runtime[1])]
     assert hiprtc.find(names).path == str(runtime[1])
@@ -155,7 +155,7 @@ def test_no_compiler_and_no_runtime(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "99.1")
     monkeypatch.setattr(hiprtc, "names_of", lambda stem: [f"{stem}.so.99"])
     monkeypatch.setattr(drivers, "names_of", lambda stem: [f"{stem}.so.99"])
-    with pytest.raises(BuildError, match="libhiprtc.so, which compiles GPU kernels, was not found"):
+    with pytest.raises(BuildError, match=r"^libhiprtc\.so, which compiles GPU kernels, was"):
         hiprtc.hiprtc()
     with pytest.raises(BuildError, match=r"AMD's runtime cannot be loaded: libamdhip64\.so\.99"):
         drivers.HipDriver()

@@ -38,19 +38,19 @@ def environment(tmp_path_factory):
 @pytest.mark.parametrize(
     ("maker", "file", "test", "kernels"),
     [
-        ("nvidia", "apex-normalization/tests/test_fused_layer_norm.py", "test_affine", 4),
-        ("nvidia", "apex-optimizers/tests/test_fused_adam.py", "test_options_follow_the_formula", 1),
-        ("nvidia", "apex-optimizers/tests/test_multi_tensor_l2norm.py", "test_l2norm_of_all_and_of_each", 3),
-        ("nvidia", "apex-contrib/tests/test_index_mul_2d.py", "test_matches_the_oracle", 6),
-        ("nvidia", "apex-contrib/tests/test_group_norm.py", "test_other_dimensions", 3),
-        ("amd", "apex-normalization/tests/test_fused_layer_norm.py", "test_affine", 4),
-        ("amd", "apex-optimizers/tests/test_fused_adam.py", "test_options_follow_the_formula", 1),
+        ("nvidia", "normalization/tests/test_fused_layer_norm.py", "test_affine", 4),
+        ("nvidia", "optimizers/tests/test_fused_adam.py", "test_options_follow", 1),
+        ("nvidia", "optimizers/tests/test_multi_tensor_l2norm.py", "test_l2norm_of_all_and", 3),
+        ("nvidia", "contrib/tests/test_index_mul_2d.py", "test_matches_the_oracle", 6),
+        ("nvidia", "contrib/tests/test_group_norm.py", "test_other_dimensions", 3),
+        ("amd", "normalization/tests/test_fused_layer_norm.py", "test_affine", 4),
+        ("amd", "optimizers/tests/test_fused_adam.py", "test_options_follow", 1),
     ],
 )
 def test_ops_on_the_card(environment, maker, file, test, kernels):
     options = ["-q", "-p", "card", "-p", "ci.sampling", "--cases-per-test", "1", "--every-shape"]
     options += ["0", "--device-tests-only", "--device", "cpu", "--timeout", "300"]
-    command = [sys.executable, "-m", "pytest", *options, f"packages/{file}", "-k", test]
+    command = [sys.executable, "-m", "pytest", *options, f"packages/apex-{file}", "-k", test]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(maker), capture_output=True, text=True, timeout=900
     )

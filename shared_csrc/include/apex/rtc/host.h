@@ -1,6 +1,6 @@
 // The host's half of GPU code by a plain C++ compiler, which is told to include this first: kernels
-// are named here, and compiled by NVRTC or HIPRTC when they are first launched. native/rtc.py, which
-// knows how, connects itself when it loads the library.
+// are named here, and compiled by NVRTC or HIPRTC when they are first launched. native/rtc.py,
+// which knows how, connects itself when it loads the library.
 #pragma once
 
 #include <algorithm>
