@@ -395,7 +395,7 @@ def kernels(session, compiler):
     alone = bool(ops)
     if SAMPLES and not ops:
         ops = cover.sampled_ops(compiler)
-    install(session, f"torch=={TORCH}", "ninja", "tomli; python_version < '3.11'")
+    install(session, f"torch=={TORCH}", "filelock", "ninja", "tomli; python_version < '3.11'")
     if compiler in MATRIX["cpu"]["compilers"]:
         compile_with(session, compiler, ops, alone=alone)
     elif compiler == "aarch64":
@@ -414,15 +414,13 @@ def kernels(session, compiler):
             if others := [arch for arch in archs if arch not in known]:
                 stages.note(f"left out: {', '.join(others)}, which this hipcc does not know")
             archs = known or session.error("this hipcc compiles for no AMD GPU")
-        command = ["python", "ci/kernels.py", compiler, *archs, "--", *ops]
-        session.run(*command, env=COMPILING)
+        session.run("python", "ci/kernels.py", compiler, *archs, "--", *ops, env=COMPILING)
         if compiler == "hip":
             compile_at_run_time(session, ops, f"--amd={','.join(archs)}", alone=alone)
 
 
 def compile_at_run_time(session, ops, *options, alone):
     """Compile kernels as at their first calls: by NVRTC, or by HIPRTC where an option says so."""
-    install(session, "filelock")
     lot = cover.lot_of_kernels(*options) if SAMPLES and not alone else []
     wheels = [] if alone or workspace.stale_packages(PACKAGES, BUILDING) else ["--wheels"]
     session.run("python", "ci/nvrtc.py", *options, *lot, *wheels, *ops, env=COMPILING)

@@ -84,8 +84,9 @@ class Driver:
     def _call(self, name: str, *arguments: object) -> None:
         status = self._function(name)(*arguments)
         if status != 0:
-            failed = f"{self.prefix}{name} of {self.title} failed with {status}"
-            raise BuildError(f"{failed}: {self._text(status)}.")
+            raise BuildError(
+                f"{self.prefix}{name} of {self.title} failed with {status}: {self._text(status)}."
+            )
 
     def _text(self, status: int) -> str:
         raise NotImplementedError

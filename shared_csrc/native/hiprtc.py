@@ -78,10 +78,11 @@ def names_of(stem: str) -> Iterator[str]:
     bundled = toolchain.torch_root() / "lib"
     yield from (str(file) for file in sorted(bundled.glob(f"{stem}.so*")))
     major = (torch.version.hip or "").partition(".")[0]
-    home = os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH") or "/opt/rocm"
+    home = os.environ.get("ROCM_HOME") or os.environ.get("ROCM_PATH")
     for name in (f"{stem}.so.{major}", f"{stem}.so"):
         yield name
-        yield str(Path(home, "lib", name))
+        if home:
+            yield str(Path(home, "lib", name))
 
 
 @functools.cache
