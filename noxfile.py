@@ -235,9 +235,8 @@ def examples(session):
 @nox.session(name="install", requires=["build"])
 def installation(session):
     """Install in every way that people do, where something is missing or in the way (minutes)."""
-    tools = ["pip", "uv", "hatchling", "ninja", "filelock", "numpy"]
-    tools += ["pytest-timeout", "pytest-xdist"]
-    install(session, f"torch=={TORCH}", *tools)
+    tools = ("hatchling", "ninja", "filelock", "numpy", "pytest-timeout", "pytest-xdist")
+    install(session, f"torch=={TORCH}", "pip", "uv", *tools)
     command = ["python", "-m", "pytest", "-q", "--timeout", "600", "ci/install"]
     session.run(*command, *PARALLEL, *session.posargs, env=TEST_ENVIRONMENT | COMPILING)
 
@@ -268,8 +267,8 @@ def nightly(session):
     wheels = [f"{p}[test] @ {workspace.wheel(p).as_uri()}" for p in PACKAGES]
     index = ["--prerelease", "allow", "--index", session.posargs.pop(0)]
     install(session, *index, "torch", *wheels, "pytest-xdist", "setuptools")
-    sample = ["-p", "ci.sampling", "--cases-per-test", "2"]
-    pytest(session, *sample, *ONE_THREAD, *(f"packages/{p}/tests" for p in PACKAGES))
+    tests = [f"packages/{p}/tests" for p in PACKAGES]
+    pytest(session, "-p", "ci.sampling", "--cases-per-test", "2", *ONE_THREAD, *tests)
 
 
 @nox.session(requires=["build"])
@@ -407,13 +406,10 @@ def kernels(session, compiler):
         compile_at_run_time(session, ops, alone=alone)
     else:
         archs = MATRIX[compiler]["archs"]
-        if compiler == "cuda":
-            install_nvcc(session)
+        if compiler == "hip":
+            archs = cover.known_to_hipcc(archs)
         else:
-            known = workspace.known_to_hipcc(archs)
-            if others := [arch for arch in archs if arch not in known]:
-                stages.note(f"left out: {', '.join(others)}, which this hipcc does not know")
-            archs = known or session.error("this hipcc compiles for no AMD GPU")
+            install_nvcc(session)
         session.run("python", "ci/kernels.py", compiler, *archs, "--", *ops, env=COMPILING)
         if compiler == "hip":
             compile_at_run_time(session, ops, f"--amd={','.join(archs)}", alone=alone)
@@ -421,9 +417,9 @@ def kernels(session, compiler):
 
 def compile_at_run_time(session, ops, *options, alone):
     """Compile kernels as at their first calls: by NVRTC, or by HIPRTC where an option says so."""
-    lot = cover.lot_of_kernels(*options) if SAMPLES and not alone else []
+    options += tuple(cover.lot_of_kernels(*options) if SAMPLES and not alone else ())
     wheels = [] if alone or workspace.stale_packages(PACKAGES, BUILDING) else ["--wheels"]
-    session.run("python", "ci/nvrtc.py", *options, *lot, *wheels, *ops, env=COMPILING)
+    session.run("python", "ci/nvrtc.py", *options, *wheels, *ops, env=COMPILING)
 
 
 @nox.session(tags=["ci"])

@@ -14,7 +14,7 @@ import random
 import sys
 from pathlib import Path
 
-from ci import dirty, stages
+from ci import dirty, stages, workspace
 from ci.workspace import ROOT, ops
 
 sys.path.insert(0, str(ROOT / "shared_csrc"))
@@ -75,6 +75,20 @@ def lot_of_kernels(*for_amd: str) -> list[str]:
         )
     stages.note(text)
     return ["--lot"]
+
+
+def known_to_hipcc(archs: list[str]) -> list[str]:
+    """Return the architectures that the hipcc at hand compiles for, and note the others.
+
+    Raises:
+        RuntimeError: it compiles for none.
+    """
+    known = workspace.known_to_hipcc(archs)
+    if others := [arch for arch in archs if arch not in known]:
+        stages.note(f"left out: {', '.join(others)}, which this hipcc does not know")
+    if not known:
+        raise RuntimeError(f"this hipcc compiles for no AMD GPU of {', '.join(archs)}")
+    return known
 
 
 def some(names: tuple[str, ...], count: int) -> list[str]:

@@ -91,7 +91,7 @@ def parser(package: str) -> argparse.ArgumentParser:
         "--compile",
         nargs="+",
         metavar="sm_90",
-        help="compile now all kernels for these NVIDIA GPUs, of which none need be there",
+        help="compile now all kernels for these GPUs, of which none need be there",
     )
     return result
 

@@ -101,7 +101,7 @@ def _wanted_targets(switches: Switches, environ: Mapping[str, str]) -> list[Targ
     cpu = switches.groups.get(CPP)
     if cpu or (cpu is None and (switches.demanded or _can_build("cpu"))):
         wanted += [Target("cpu", level) for level in _wanted_levels(environ)]
-        if sys.platform == "linux":  # NVIDIA's GPUs, whose kernels are compiled at run time
+        if sys.platform == "linux":  # GPUs, whose kernels are compiled at run time
             wanted.append(Target(toolchain.RTC))
     gpu = _gpu_backend()
     on_gpu = switches.groups.get(CUDA)

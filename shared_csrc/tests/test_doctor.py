@@ -85,6 +85,27 @@ def test_what_serves_nvidia_gpus(monkeypatch, tmp_path, cuda, libraries, expecte
     assert said is None if cuda is None else said.endswith("cache; libcuda.so.1 of CUDA 13.2")
 
 
+def test_what_serves_amd_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a;gfx1100 gfx90a")
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    (tmp_path / "hiprtc-6.4.43482-gfx942").mkdir()
+    (tmp_path / "hiprtc-6.4.43482-gfx942" / "my_op-1.kernel").write_text("")
+    ops = OpLibrary("apex_doc", __file__)
+    backends = {"cuda": ["sm_90"], "hip": ["gfx90a"], "gpu-rtc": []}
+    entries = [{"file": f"{b}.so", "backend": b, "archs": a} for b, a in backends.items()]
+    monkeypatch.setattr(ops, "manifest", lambda: {"libraries": entries})
+    monkeypatch.setattr(drivers.HipDriver, "version", lambda self: 60443482)
+    monkeypatch.setattr(drivers, "driver", lambda: object.__new__(drivers.HipDriver))
+    assert doctor_rtc.on_gpus(ops) == (
+        "hip.so for gfx90a and gpu-rtc.so for all; 1 kernels of HIPRTC in the cache; "
+        "libamdhip64.so of ROCm 6.4"
+    )
+    assert doctor_rtc.architectures() == ["gfx90a", "gfx1100"]
+    monkeypatch.setenv("APEX_HIP_COMPILER", "hipcc")
+    assert doctor_rtc.architectures() == []
+
+
 def test_no_driver(monkeypatch):
     def missing():
         raise doctor_rtc.BuildError("NVIDIA's driver cannot be loaded: no libcuda.so.1.")
