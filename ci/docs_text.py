@@ -17,7 +17,11 @@ ROLE = re.compile(r":[a-z]+:`~?([^`]*)`")
 BLOCK = re.compile(r"^( *)\.\. (math|warning)::(.*\n(?:\1 +.*\n|\s*\n)*)", re.M)
 SOURCE = re.compile(r'(<p class="source" data-of="([^"]+)">.*?</p>)')
 # Tables that ci/docs.css dresses, by words of their first line.
-TABLES = {"figures": "peers' time / ours", "summary": "median in a loop"}
+TABLES = {
+    "figures": "peers' time / ours",
+    "summary": "median in a loop",
+    "arguments": "<th>default</th>",
+}
 TABLE = r"<table>(?:(?!</thead>).)*%s.*?</table>"
 NOWHERE = re.compile(r" <[^>]*>$")  # of :func:`name <where it is>`
 

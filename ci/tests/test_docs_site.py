@@ -50,6 +50,18 @@ def test_formulas_become_mathml():
     assert "&#x0003C;" in page
 
 
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [("peers' time / ours (in a loop)", "figures"), ("median in a loop", "summary"), ("op", None)],
+)
+def test_tables_that_the_style_dresses(head, name):
+    """The style shows the last column first, so the ratio must be the last one."""
+    table = f"<table>\n<thead><tr><th>op</th><th>{head}</th></tr></thead><tbody></tbody></table>"
+    plain = "<table><thead><tr><th>a</th></tr></thead></table>"
+    dressed = f'<div class="{name}">{table}</div>' if name else table
+    assert on_page_content(plain + table + plain) == plain + dressed + plain
+
+
 def test_a_benchmark_page_has_a_table_per_setting(tmp_path):
     docs.benchmark_page("clip_grad", tmp_path)
     page = (tmp_path / "clip_grad.md").read_text()

@@ -167,7 +167,7 @@ def plot(records: list[dict], target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     records = [r for r in records if r["ratio"] and r["contestant"] != "apex"]
     if not records:
@@ -180,10 +180,7 @@ def plot(records: list[dict], target: Path) -> None:
     axes.bar_label(bars, labels=[f" {ratio:.2f}" for ratio in ratios], fontsize=8)
     axes.set_yticks(range(len(records)), labels, fontsize=8)
     axes.set_ylim(len(records) - 0.4, -0.6)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
-    axes.xaxis.set_minor_formatter(ticker.ScalarFormatter())
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    _ratio_axis(axes)
     axes.set_xlabel("time of the peer / time of apex (above 1 apex is faster)")
     first = records[0]
     axes.set_title(
@@ -193,6 +190,17 @@ def plot(records: list[dict], target: Path) -> None:
     )
     figure.savefig(target, dpi=150)
     pyplot.close(figure)
+
+
+def _ratio_axis(axes) -> None:
+    """Make the x axis logarithmic, with labels that do not overlap, and mark 1."""
+    from matplotlib import ticker
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.axvline(1.0, color="black", linewidth=0.8)
 
 
 def plot_ranges(machines: dict[str, dict[str, list[float]]], target: Path) -> None:
@@ -205,7 +213,7 @@ def plot_ranges(machines: dict[str, dict[str, list[float]]], target: Path) -> No
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "apex"  # the same file from the same ratios
     of_all: dict[str, list[float]] = {}
@@ -224,11 +232,7 @@ def plot_ranges(machines: dict[str, dict[str, list[float]]], target: Path) -> No
         axes.plot(*zip(*points, strict=True), "o", color=color, label=machine)
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_ylim(-0.7, len(names) - 0.3)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    _ratio_axis(axes)
     axes.grid(linewidth=0.3)
     axes.set_xlabel("time of the fastest peer / time of apex (above 1 apex is faster)")
     figure.legend(loc="outside upper left", fontsize=9, frameon=False)
