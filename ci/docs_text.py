@@ -1,7 +1,7 @@
 """Plugins of the documentation site: docstrings become Markdown, formulas become MathML.
 
 Docstrings are written in reStructuredText, as torch's are, and the site reads Markdown. Browsers
-show MathML without any script.
+show MathML without any script. Links to sources stand below the headings of their objects.
 """
 
 import html
@@ -15,6 +15,14 @@ from latex2mathml.converter import convert
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 ROLE = re.compile(r":[a-z]+:`~?([^`]*)`")
 BLOCK = re.compile(r"^( *)\.\. (math|warning)::(.*\n(?:\1 +.*\n|\s*\n)*)", re.M)
+SOURCE = re.compile(r'(<p class="source" data-of="([^"]+)">.*?</p>)')
+# Tables that ci/docs.css dresses, by words of their first line.
+TABLES = {
+    "figures": "peers' time / ours",
+    "summary": "median in a loop",
+    "arguments": "<th>default</th>",
+}
+TABLE = r"<table>(?:(?!</thead>).)*%s.*?</table>"
 NOWHERE = re.compile(r" <[^>]*>$")  # of :func:`name <where it is>`
 
 
@@ -53,10 +61,21 @@ def _role(match: re.Match) -> str:
 
 
 def on_page_content(content: str, /, **_: Any) -> str:
-    """Write the formulas of a page as MathML (a hook of mkdocs)."""
-    return FORMULA.sub(_mathml, content)
+    """Finish a page (a hook of mkdocs): formulas, links to sources, tables of figures."""
+    content = FORMULA.sub(_mathml, content)
+    for line, name in SOURCE.findall(content):
+        heading = re.search(rf'<h2 id="{re.escape(name)}".*?</h2>', content, re.S)
+        if heading:
+            content = content.replace(line, "")
+            content = content.replace(heading[0], f"{heading[0]}\n{line}", 1)
+    # Not a class of the table: the theme dresses tables that have none.
+    for name, words in TABLES.items():
+        table = re.compile(TABLE % re.escape(words), re.S)
+        content = table.sub(rf'<div class="{name}">\g<0></div>', content)
+    return content
 
 
 def _mathml(match: re.Match) -> str:
     display = "block" if match[1] == "div" else "inline"
-    return convert(html.unescape(match[2]).strip(), display=display)
+    math = convert(html.unescape(match[2]).strip(), display=display)
+    return f'<div class="formula">{math}</div>' if display == "block" else math

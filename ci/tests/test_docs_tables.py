@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ci import docs, docs_tables, workspace
+from ci import docs_api, docs_tables, workspace
 
 PAGES = workspace.ROOT / "docs"
 NAMED = {page: docs_tables.MARKER.findall(page.read_text()) for page in PAGES.rglob("*.md")}
@@ -24,7 +24,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def modules(sources):
-    return docs.load(sources)
+    return docs_api.load(sources)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -96,7 +96,7 @@ def wrong(a, b):
 
 def test_a_small_table(tmp_path):
     (tmp_path / "small.py").write_text(MODULE)
-    small = docs.load(tmp_path)
+    small = docs_api.load(tmp_path)
     assert docs_tables.table("small.right", small).splitlines()[2:] == [
         "| `a` | required | of `list`. |",
         "| `b` | required | of `list`. |",

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -166,7 +167,7 @@ def plot(records: list[dict], target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     records = [r for r in records if r["ratio"] and r["contestant"] != "apex"]
     if not records:
@@ -179,10 +180,7 @@ def plot(records: list[dict], target: Path) -> None:
     axes.bar_label(bars, labels=[f" {ratio:.2f}" for ratio in ratios], fontsize=8)
     axes.set_yticks(range(len(records)), labels, fontsize=8)
     axes.set_ylim(len(records) - 0.4, -0.6)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(ticker.ScalarFormatter())
-    axes.xaxis.set_minor_formatter(ticker.ScalarFormatter())
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    _ratio_axis(axes)
     axes.set_xlabel("time of the peer / time of apex (above 1 apex is faster)")
     first = records[0]
     axes.set_title(
@@ -191,6 +189,54 @@ def plot(records: list[dict], target: Path) -> None:
         fontsize=9,
     )
     figure.savefig(target, dpi=150)
+    pyplot.close(figure)
+
+
+def _ratio_axis(axes) -> None:
+    """Make the x axis logarithmic, with labels that do not overlap, and mark 1."""
+    from matplotlib import ticker
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.axvline(1.0, color="black", linewidth=0.8)
+
+
+def plot_ranges(machines: dict[str, dict[str, list[float]]], target: Path) -> None:
+    """Draw ratios of each machine: a line from a name's worst to its best, a dot at the median.
+
+    Args:
+        machines: from a machine to the ratios of each name, peer's time / ours.
+        target: a PNG or SVG file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "apex"  # the same file from the same ratios
+    of_all: dict[str, list[float]] = {}
+    for groups in machines.values():
+        for name, ratios in groups.items():
+            of_all.setdefault(name, []).extend(ratios)
+    names = sorted(of_all, key=lambda name: median(of_all[name]))
+    step = 0.22 * len(machines)
+    figure, axes = pyplot.subplots(figsize=(7.5, 1.2 + step * len(names)), layout="constrained")
+    for number, (machine, groups) in enumerate(machines.items()):
+        offset = (number - (len(machines) - 1) / 2) * 0.3
+        rows = [(names.index(name) - offset, ratios) for name, ratios in groups.items()]
+        color = ("tab:blue", "tab:orange", "tab:green", "tab:purple")[number % 4]
+        axes.hlines(*zip(*((y, min(r), max(r)) for y, r in rows), strict=True), color=color)
+        points = [(median(r), y) for y, r in rows]
+        axes.plot(*zip(*points, strict=True), "o", color=color, label=machine)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    _ratio_axis(axes)
+    axes.grid(linewidth=0.3)
+    axes.set_xlabel("time of the fastest peer / time of apex (above 1 apex is faster)")
+    figure.legend(loc="outside upper left", fontsize=9, frameon=False)
+    figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
     pyplot.close(figure)
 
 
