@@ -35,6 +35,7 @@ PASSES = 2
 def serve(connection: Connection, folder: str, device: str) -> None:
     """What a variant's process does: take its packages, and answer until the connection ends."""
     sys.path.insert(0, folder)
+    name = Path(folder).name
     import torch
 
     from apex_testkit.bench import compare
@@ -56,7 +57,7 @@ def serve(connection: Connection, folder: str, device: str) -> None:
                 prepared.check()
                 torch.cuda.empty_cache()  # of float64: there are many processes on one card
             else:
-                (record,) = compare(case.op, case.name(), device=device, apex=prepared.call)
+                (record,) = compare(name, case.name(), device=device, apex=prepared.call)
                 answer = {name: record[name] for name in ("median_us", "low_us", "high_us")}
         except AssertionError as error:
             answer = {"wrong": str(error)}
