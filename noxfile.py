@@ -299,10 +299,10 @@ def install_nvcc(session):
 def gpu_wheels(session):
     """Build wheels and test tools (-- FOLDER), or variants (-- --campaign), to carry to a GPU."""
     install(session, f"torch=={TORCH}", "build", "hatchling", "ninja", "pip")
-    install_nvcc(session)
     if session.posargs[:1] == ["--campaign"]:
         session.run("python", "ci/campaign.py", *session.posargs[1:], env=COMPILING)
         return
+    install_nvcc(session)
     folder = Path(session.posargs[0] if session.posargs else DIST / "gpu").resolve()
     environment = {f"APEX_BUILD_{group}_OPS": "1" for group in ("CPP", "CUDA")}
     environment["TORCH_CUDA_ARCH_LIST"] = MATRIX["gpu_wheels"]["cuda_arch_list"]

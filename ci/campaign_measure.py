@@ -2,11 +2,12 @@
 
 python ci/campaign_measure.py FOLDER SECONDS RECORD DEVICE
 
-FOLDER is what ci/campaign.py has packed. The processes are there from the beginning to the end,
-because starting torch takes longer than measuring a case. All of them prepare a case side by side,
-and compare its result with float64; then one after the other measures it, and again in the opposite
-order. A process that dies or hangs is told of, and the others go on. RECORD is written after every
-case, so that nothing is lost when time runs out. Exit status: 1 if a variant was wrong or failed.
+FOLDER has an installation of each variant, see ci/gpu_campaign.py. The processes are there from the
+beginning to the end, because starting torch takes longer than measuring a case. All of them prepare
+a case side by side: NVRTC compiles its kernels, and its result is compared with float64; then one
+after the other measures it, and again in the opposite order. A process that dies or hangs is told
+of, and the others go on. RECORD is written after every case, so that nothing is lost when time runs
+out. Exit status: 1 if a variant was wrong or failed.
 """
 
 import contextlib
@@ -32,14 +33,18 @@ PASSES = 2
 
 
 def serve(connection: Connection, folder: str, device: str) -> None:
-    """What a variant's process does: load its kernels, and answer until the connection ends."""
+    """What a variant's process does: take its packages, and answer until the connection ends."""
+    sys.path.insert(0, folder)
+    name = Path(folder).name
     import torch
 
     from apex_testkit.bench import compare
     from ci import campaign_cases
 
-    own = Path(folder)
-    use_kernels(own)
+    if device == "cpu":
+        import card
+
+        card.insert()
     prepared: campaign_cases.Made | None = None
     while request := connection.recv():
         word, case = request
@@ -52,22 +57,13 @@ def serve(connection: Connection, folder: str, device: str) -> None:
                 prepared.check()
                 torch.cuda.empty_cache()  # of float64: there are many processes on one card
             else:
-                (record,) = compare(own.name, case.name(), device=device, apex=prepared.call)
+                (record,) = compare(name, case.name(), device=device, apex=prepared.call)
                 answer = {name: record[name] for name in ("median_us", "low_us", "high_us")}
         except AssertionError as error:
             answer = {"wrong": str(error)}
         except Exception as error:  # which one is up to the kernels
             answer = {"failed": f"{type(error).__name__}: {error}"}
         connection.send(answer)
-
-
-def use_kernels(folder: Path) -> None:
-    """Let every package that a variant has kernels of load these, and no others."""
-    import importlib
-
-    for kernels in folder.iterdir():
-        module = importlib.import_module(f"apex.{kernels.name}._ops")
-        module.library.kernels = kernels
 
 
 @dataclass
@@ -126,7 +122,7 @@ def run(
         if measured is None:
             record["left_out"] = [each.name() for _, each in cases[index:]]
             break
-        record["results"].append({"engine": engine, **asdict(case), "variants": measured})
+        record["results"].append({"engine": engine, **asdict(case), **measured})
         save(record)
         took = time.monotonic() - started
         if index + 1 < len(cases) and time.monotonic() + 0.5 * took > deadline:
@@ -136,12 +132,17 @@ def run(
     return record
 
 
-def measure(case, workers: list[Worker], deadline: float) -> list[dict] | None:
-    """Return what each variant took, or why it has no time; None where time ran out."""
+def measure(case, workers: list[Worker], deadline: float) -> dict | None:
+    """Return what each variant took, or why it has no time; None where time ran out.
+
+    With them, what it took until all had compiled the kernels and compared the result.
+    """
+    started = time.monotonic()
     fields = tuple(asdict(case).values())
     for worker in workers:
         worker.ask("prepare", fields)
     answers = [worker.answer(deadline) for worker in workers]
+    prepared_s = time.monotonic() - started
     right = [worker for worker, answer in zip(workers, answers, strict=True) if not answer]
     times: dict[str, list[dict]] = {worker.variant["folder"]: [] for worker in right}
     for turn in range(PASSES):
@@ -154,10 +155,11 @@ def measure(case, workers: list[Worker], deadline: float) -> list[dict] | None:
     ]
     if any("left out" in answer for answer in answers):
         return None
-    return [
+    variants = [
         {"constants": worker.variant["constants"], **answer}
         for worker, answer in zip(workers, answers, strict=True)
     ]
+    return {"prepared_s": prepared_s, "variants": variants}
 
 
 def merged(answers: list[dict]) -> dict:

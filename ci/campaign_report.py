@@ -52,6 +52,8 @@ def table(record: dict) -> str:
     lines += ["", *variants(record), ""]
     if faults := complaints(record):
         lines += ["Wrong or failed, and so out of the race:", "", *(f"- {f}" for f in faults), ""]
+    prepared = sum(result["prepared_s"] for result in record["results"])
+    lines += [f"To start, to compile kernels and to compare results took {prepared:.0f} s.", ""]
     if left_out := record["left_out"]:
         lines += [f"No time was left for {len(left_out)} cases: {'; '.join(left_out)}.", ""]
     return "\n".join(lines)
@@ -78,12 +80,18 @@ def mean(gains: list[float]) -> float:
 
 
 def complaints(record: dict) -> list[str]:
-    """Return a line for each variant of a case that was wrong, or failed."""
+    """Return a line for each variant of a case that was wrong, or failed, and why."""
     return [
         f"{result['engine']}, {name_of(variant['constants'])}: {result['kind']}, "
-        f"{result['dtype']}, {result['size']}: {what}: {variant[what].splitlines()[0]}"
+        f"{result['dtype']}, {result['size']}: {what}: {told(variant[what])}"
         for result in record["results"]
         for variant in result["variants"]
         for what in ("wrong", "failed")
         if what in variant
     ]
+
+
+def told(text: str) -> str:
+    """Return the first line, and the first error of a compiler where more follow."""
+    first, *others = text.splitlines()
+    return " ".join([first, *[line for line in others if "error: " in line][:1]])

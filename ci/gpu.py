@@ -16,8 +16,8 @@ machine that lacks these. Nothing is installed into the environment that runs th
 With --nvrtc the kernels are those that NVRTC compiles at their first calls, whatever nvcc's the
 wheels bring: wheels of `nox -s build` do. Its cache is `APEX_CACHE_DIR`.
 
-With --campaign it measures kernels that were compiled elsewhere in many variants (`nox -s
-gpu_wheels -- --campaign`), and prints which won, by op, dtype and size.
+With --campaign it lets NVRTC compile kernels in many variants that were prepared elsewhere (`nox -s
+gpu_wheels -- --campaign`), measures them, and prints which won, by op, dtype and size.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""A campaign of ci/gpu.py: unpack the variants, measure them in time, and tell who won."""
+"""A campaign of ci/gpu.py: unpack the variants, measure them in time, and tell who won.
+
+A rehearsal has no GPU but the fake card of shared_csrc/tests/rtc: "NVRTC" is g++ there.
+"""
 
 import json
 import os
@@ -13,8 +16,8 @@ from ci import campaign_report, gpu_install, gpu_report, workspace
 from ci.gpu_process import execute
 
 ROOT = Path(__file__).resolve().parent.parent
+FAKE_CARD = ROOT / "shared_csrc" / "tests" / "rtc"
 PLAN = "campaign.json"
-BACKENDS = {"cuda": "cuda", "cpu": "emu"}
 ENDING_S = 10  # for what measures to see that its time is over, and to end its processes
 
 
@@ -36,14 +39,15 @@ def measure(archive: Path, device: str, out: Path, deadline: float) -> int:
     """Let a process of its own measure within the time, whatever happens to it."""
     with tempfile.TemporaryDirectory(prefix="apex-campaign-") as scratch:
         folder, record = Path(scratch, "variants"), Path(scratch, "record.json")
-        unpack(archive, device, folder)
+        unpack(archive, folder)
+        variables = environment(Path(scratch), device)
         seconds = deadline - time.monotonic() - ENDING_S
         command = [sys.executable, str(ROOT / "ci" / "campaign_measure.py"), str(folder)]
         command += [str(seconds), str(record), device]
         outcome = execute(
             "campaign",
             command,
-            environment(Path(scratch, "site"), device),
+            variables,
             seconds + ENDING_S / 2,
             out / "logs" / "campaign.log",
             cwd=ROOT,
@@ -59,26 +63,48 @@ def measure(archive: Path, device: str, out: Path, deadline: float) -> int:
     return int(outcome.status != "passed" or not found["results"])
 
 
-def unpack(archive: Path, device: str, folder: Path) -> None:
-    """Unpack the variants of this kind of device.
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack the variants, and make of each an installation of the checkout's packages.
 
     Raises:
-        InstallError: they are another device's.
+        InstallError: the archive was made from other headers than are here.
     """
+    from native.build import headers_digest
+
     shutil.unpack_archive(archive, folder, filter="data")
-    built = json.loads((folder / PLAN).read_text())["backend"]
-    if built != BACKENDS[device]:
+    plan = json.loads((folder / PLAN).read_text())
+    if plan["headers"] != headers_digest():
         raise gpu_install.InstallError(
-            f"{archive} has kernels for {built}, and --device {device} needs {BACKENDS[device]}"
+            f"{archive} was made from other headers than this checkout has. Make it anew: "
+            "nox -s gpu_wheels -- --campaign"
         )
+    sources = workspace.merge_sources(folder / "sources", kernels=True)
+    for variant in plan["variants"]:
+        complete(folder / variant["folder"], sources)
 
 
-def environment(site: Path, device: str) -> dict[str, str]:
-    """Return the variables of processes that find the checkout's packages, without kernels."""
-    workspace.merge_sources(site)
-    path = os.pathsep.join(map(str, [site, ROOT, ROOT / "ci" / "testkit"]))
-    own = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "APEX_JIT": "0"}
+def complete(site: Path, sources: Path) -> None:
+    """Add what a variant has not of its own: its libraries and headers stay."""
+    for shared in sources.glob("apex/*/_shared"):
+        shutil.copytree(site / "include", site / shared.relative_to(sources) / "include")
+    for file in sources.rglob("*"):
+        own = site / file.relative_to(sources)
+        if file.is_file() and not own.exists():
+            own.parent.mkdir(parents=True, exist_ok=True)
+            os.link(file, own)
+
+
+def environment(scratch: Path, device: str) -> dict[str, str]:
+    """Return the variables of processes that measure: kernels are compiled when they are called."""
+    own = {"APEX_JIT": "1", "APEX_CUDA_COMPILER": "nvrtc", "APEX_CACHE_DIR": str(scratch / "cache")}
     own["APEX_BENCH_SECONDS"] = os.environ.get("APEX_BENCH_SECONDS", "0.05")
+    path = [ROOT, ROOT / "ci" / "testkit"]
     if device == "cpu":
-        own["APEX_EMULATE"] = os.environ.get("APEX_EMULATE", "32")
+        path.append(FAKE_CARD)
+        sys.path.append(str(FAKE_CARD))
+        import card
+
+        (scratch / "card").mkdir()
+        own |= card.build(scratch / "card")
+    own |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
     return os.environ | own

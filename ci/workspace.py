@@ -42,15 +42,23 @@ def files(*folders: str) -> list[Path]:
     return sorted(p for p in paths if p.is_file())
 
 
-def merge_sources(folder: Path) -> Path:
-    """Copy the Python sources of all packages into a folder, as their wheels install them."""
-    skipped = shutil.ignore_patterns("_shared", "__pycache__", "*.h", "*.cpp")
+def merge_sources(folder: Path, kernels: bool = False) -> Path:
+    """Copy the sources of all packages into a folder, as their wheels install them.
+
+    Args:
+        folder: is made, or has none of these files.
+        kernels: copy those of kernels, too, not Python's alone.
+    """
+    skipped = shutil.ignore_patterns(
+        "_shared", "_kernels", "__pycache__", *([] if kernels else ["*.h", "*.cpp"])
+    )
     for package in PACKAGES:
         source = ROOT / "packages" / package / "src"
         shutil.copytree(source, folder, ignore=skipped, dirs_exist_ok=True)
         (main,) = (path.parent for path in source.glob("apex/*/_ops.py"))
         shared = folder / main.relative_to(source) / "_shared"
-        shutil.copytree(ROOT / "shared_csrc" / "native", shared / "native", ignore=skipped)
+        for name in ("native", "include") if kernels else ("native",):
+            shutil.copytree(ROOT / "shared_csrc" / name, shared / name, ignore=skipped)
         shutil.copy(ROOT / "shared_csrc" / "__init__.py", shared)
     shutil.copy(ROOT / "shared_csrc" / "namespace" / "__init__.py", folder / "apex")
     return folder

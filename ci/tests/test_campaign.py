@@ -18,7 +18,6 @@ from ci import campaign, campaign_cases, campaign_measure, campaign_report, gpu
 from ci.workspace import tomllib
 
 LISTED = tomllib.loads(campaign.LIST.read_text())
-EMULATED = campaign.Target("emu")
 
 
 def listed(*variants, ops=("multi_tensor_l2norm",)):
@@ -69,13 +68,26 @@ def test_a_variant_changes_its_numbers_alone(tmp_path):
     assert after != expected
 
 
+def test_a_host_half_that_does_not_compile_is_told_of_before_anything_travels(
+    tmp_path, monkeypatch
+):
+    def build(ops, *_, **options):
+        assert [op.name for op in ops] == ["multi_tensor_l2norm"]
+        raise campaign.BuildError("error: planted")
+
+    monkeypatch.setattr(campaign, "build", build)
+    variants = list(campaign.variants_of(listed({"kForeachThreads": 128})))[1:]
+    with pytest.raises(campaign.CampaignError, match=r"lists, {'kForeachThreads': 128}: .*planted"):
+        campaign.compile_all(variants, tmp_path)
+
+
 def result(**times):
     """A case of variants a, b, ...: their times, or a word and what it is about."""
     variants = [{"constants": {}}] + [{"constants": {f"k{n}": 1}} for n in times if n != "here"]
     for variant, value in zip(variants, [times["here"], *list(times.values())[1:]], strict=True):
         variant |= {"median_us": value} if isinstance(value, float) else dict([value])
     case = {"engine": "rows", "kind": "norm", "dtype": "float32", "size": "large"}
-    return case | {"variants": variants}
+    return case | {"prepared_s": 1.5, "variants": variants}
 
 
 WRONG = ("wrong", "largest error 2\nand more")
@@ -107,6 +119,7 @@ def test_the_report():
     assert "| norm | float32 | large | as it is | 10.0 | 10.0 | 1.00 |" in page
     assert "| rows | ka = 1 | 2 | 1.000 | 0.50 | 2.00 |" in page
     assert "- rows, kb = 1: norm, float32, large: wrong: largest error 2\n" in page
+    assert "To start, to compile kernels and to compare results took 3 s." in page
     assert "No time was left for 1 cases: norm, float32, small." in page
 
 
@@ -157,7 +170,7 @@ def test_a_process_that_dies_or_hangs_is_told_of(tmp_path):
     assert hanging.answer(deadline) == {"failed": "no answer in 0 s"}
     assert not hanging.process.is_alive()
     case = campaign_cases.Case("op", "kind", "float32", "large")
-    answers = campaign_measure.measure(case, [dying], deadline)
+    answers = campaign_measure.measure(case, [dying], deadline)["variants"]
     assert answers == [{"constants": {}, "failed": "its process has ended with 1"}]
     dying.ask("prepare", ())  # which raises nothing
     assert dying.answer(deadline) == {"failed": "its process has ended with 1"}
@@ -169,41 +182,42 @@ def test_archives_that_cannot_be_measured(tmp_path, capsys):
     assert "--campaign: there is no" in capsys.readouterr().err
     output, archive = tmp_path / "output", tmp_path / "a.tar.xz"
     output.mkdir()
-    out = ["--out", str(tmp_path / "out"), "--device", "cpu"]
-    for backend in ("cuda", "emu"):
-        (output / campaign.PLAN).write_text(json.dumps({"backend": backend, "variants": []}))
-        campaign.pack(output, archive, 1)
-        assert gpu.main(["--campaign", str(archive), *out]) == 1  # the second holds nothing
-    assert "has kernels for cuda, and --device cpu needs emu" in capsys.readouterr().err
-    (output / "noise").write_bytes(os.urandom(2 << 20))
-    with pytest.raises(campaign.CampaignError, match="has 2 MiB, and 1 may travel"):
-        campaign.pack(output, archive, 1)
+    (output / campaign.PLAN).write_text(json.dumps({"headers": "others", "variants": []}))
+    campaign.pack(output, archive)
+    arguments = ["--campaign", str(archive), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert gpu.main(arguments) == 1
+    assert "was made from other headers than this checkout has" in capsys.readouterr().err
 
 
 LOST = "own + u * kForeachThreads < count_ - 1"  # the last of the numbers that fill no pack
 
 
+KEPT = LOST.removesuffix(" - 1")
+NO_KERNEL = "#ifndef APEX_RTC_HOST\n#error planted\n#endif\n"  # the host's half compiles
+
+
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
-    """The norm of a list with 256, 128 and 64 threads; the last loses a number."""
+    """The norm of a list by 256, 128, 64 and 32 threads: 64 lose a number, 32 do not compile."""
     work = tmp_path_factory.mktemp("campaign")
     right = campaign.write_headers
+    engine = "apex/engine/lists_gpu.h"
+    text = (campaign.toolchain.INCLUDE / engine).read_text()
+    assert text.count(KEPT) == 1
+    planted = {64: text.replace(KEPT, LOST), 32: text + NO_KERNEL}
 
     def write_headers(variant, folder):
-        engine = "apex/engine/lists_gpu.h"
-        if variant.constants.get("kForeachThreads") == 64:
-            text = (campaign.toolchain.INCLUDE / engine).read_text()
-            assert text.count(LOST.replace(" - 1", "")) == 1
+        if changed := planted.get(variant.constants.get("kForeachThreads")):
             (folder / engine).parent.mkdir(parents=True, exist_ok=True)
-            (folder / engine).write_text(text.replace(LOST.replace(" - 1", ""), LOST))
+            (folder / engine).write_text(changed)
         return right(variant, folder)
 
-    variants = [{"kForeachThreads": 128}, {"kForeachThreads": 64}]
+    variants = [{"kForeachThreads": threads} for threads in (128, 64, 32)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(campaign, "write_headers", write_headers)
         patch.setenv("MAX_JOBS", "1")  # else it would stay set
-        output = campaign.compile_all(list(campaign.variants_of(listed(*variants))), EMULATED, work)
-    campaign.pack(output, work / "campaign.tar.xz", 64)
+        output = campaign.compile_all(list(campaign.variants_of(listed(*variants))), work)
+    campaign.pack(output, work / "campaign.tar.xz")
     return work / "campaign.tar.xz"
 
 
@@ -213,9 +227,9 @@ def test_rehearsal_on_the_emulated_gpu(archive, tmp_path):
     trace = tmp_path / "trace"
     command = [sys.executable, str(ROOT / "ci" / "gpu.py"), "--campaign", str(archive)]
     command += ["--device", "cpu", "--out", str(tmp_path), "--minutes", "4"]
-    settings = {"APEX_EMULATE": "32", "APEX_EMULATE_TRACE": str(trace)}
+    settings = os.environ | {"APEX_EMULATE_TRACE": str(trace)}
     done = subprocess.run(
-        command, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=280
+        command, env=settings, capture_output=True, text=True, check=False, timeout=280
     )
     log = (tmp_path / "logs" / "campaign.log").read_text()
     assert done.returncode == 1, done.stdout + done.stderr + log
@@ -223,23 +237,28 @@ def test_rehearsal_on_the_emulated_gpu(archive, tmp_path):
     found = json.loads(file.read_text())
     assert [r["dtype"] for r in found["results"]] == ["bfloat16", "float32"]
     for each in found["results"]:
-        here, faster, wrong = each["variants"]
+        here, faster, wrong, broken = each["variants"]
         assert here["median_us"] > 0
         assert faster["median_us"] > 0
         assert "largest error" in wrong["wrong"]
-        assert "median_us" not in wrong
+        assert "NVRTC 13.7 did not compile apex::cuda::foreach_" in broken["failed"]
+        assert "median_us" not in wrong | broken
         assert campaign_report.winner(each)[0] in ("as it is", "kForeachThreads = 128")
     assert "| norm of a list | bfloat16 | 3 tensors | " in done.stdout
     assert "lists, kForeachThreads = 64: norm of a list, float32, 3 tensors: wrong" in done.stdout
-    # Each library did run with its own number: of library, kernel, grid, block.
-    launches = [line.split("\t") for line in trace.read_text().splitlines()]
-    blocks = {(Path(x[0].split()[0]).parts[-3], x[2].split()[0]) for x in launches}
-    assert blocks == {("lists-0", "256"), ("lists-1", "128"), ("lists-2", "64")}
+    # The page says what the compiler did, and no op but those of the archive was compiled.
+    assert "lists, kForeachThreads = 32: norm of a list, bfloat16, 3 tensors: failed" in done.stdout
+    assert "error: #error planted" in done.stdout
+    assert "apex: compiling GPU kernels by nvrtc-13.7-sm_90" in log
+    assert "about 10 to 70 s" not in log
+    # Each library launched with its own number, kernels that were compiled with it.
+    blocks = {line.split("\t")[2].split()[0] for line in trace.read_text().splitlines()}
+    assert blocks == {"256", "128", "64"}
 
 
 @pytest.mark.builds
 def test_what_travels_is_small(archive):
     with tarfile.open(archive) as packed:
         names = {Path(name).name for name in packed.getnames()}
-    assert names >= {"emu.so", "manifest.json", campaign.PLAN}
-    assert archive.stat().st_size < 4 << 20
+    assert names >= {"cuda-rtc.so", "manifest.json", "gpu_shapes.h", campaign.PLAN}
+    assert archive.stat().st_size < 1 << 20

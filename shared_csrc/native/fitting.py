@@ -19,8 +19,6 @@ def why_unfit(entry: dict[str, Any]) -> str | None:
     if backend == "cpu":
         levels = targets.supported_cpu_levels()
         return None if entry["level"] in levels else f"is for {entry['level']} processors"
-    if backend == "emu":  # compiled in this checkout, see ci/campaign.py
-        return None
     if backend == RTC:
         try:
             compiler()
