@@ -73,6 +73,8 @@ def test_trains_as_with_torch(way, tmp_path):
     assert type(inner) is FusedAdam
     decays = [0.1, 0.0] if way == "optimizer_cls_and_kwargs" else [0.1]
     assert [group["weight_decay"] for group in inner.param_groups] == decays
+    if way == "optimizer_cls_and_kwargs":
+        assert len(inner.param_groups[1]["params"]) == 5  # our norms, by their names
     losses = losses_of(ours)
     assert len(losses) == STEPS
     assert losses[-1] < 0.9 * losses[0]
