@@ -48,7 +48,13 @@ OPS = {
     "Other ops": ["contrib/*"],
 }
 GUIDES = {
-    "Moving to Apex": ["guides/coming-from-apex", "guides/moving-*", "guides/clients"],
+    "Moving to Apex": ["guides/coming-from-apex", "guides/moving-*"],
+    "Other projects": [
+        "guides/megatron",
+        "guides/transformers",
+        "guides/lightning",
+        "guides/clients",
+    ],
     "Training": ["guides/several-hosts", "guides/batch-invariance"],
     "GPUs and clusters": ["guides/gpu-wheels", "guides/rocm", "guides/images"],
     "Working on Apex": ["guides/add-an-op", "guides/shared-kernels", "guides/*"],

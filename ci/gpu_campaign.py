@@ -105,6 +105,6 @@ def environment(scratch: Path, device: str) -> dict[str, str]:
         import card
 
         (scratch / "card").mkdir()
-        own |= card.build(scratch / "card")
+        own |= card.build(scratch / "card", "nvidia")
     own |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
     return os.environ | own

@@ -1,5 +1,8 @@
 """megatron-core's optimizers, gradient clipping and layer norm run with Apex's functions."""
 
+import runpy
+from pathlib import Path
+
 import amp_C
 import fused_weight_gradient_mlp_cuda
 import pytest
@@ -12,30 +15,14 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as wrappers
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import MegatronModule, TransformerConfig, transformer_block
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import apex.multi_tensor_apply
 import apex.optimizers
 from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "megatron"
+CudaNamesMeanCpu = runpy.run_path(str(EXAMPLE / "without_gpu.py"))["CudaNamesMeanCpu"]
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
-
-
-class CudaNamesMeanCpu(TorchFunctionMode):
-    """megatron-core writes ``device='cuda'`` and compares ``type()`` with ``'torch.cuda...'``.
-
-    These literals are all that keeps its optimizers from running on the CPU; nothing else of it is
-    replaced. In this mode ``device='cuda'`` makes CPU tensors, and ``type()`` answers as for CUDA.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        result = func(*args, **kwargs)
-        is_type_name = func is Tensor.type and isinstance(result, str)
-        return result.replace("torch.", "torch.cuda.") if is_type_name else result
 
 
 class Net(MegatronModule):

@@ -1,7 +1,9 @@
 """megatron-core's distributed optimizer on 2 and 4 processes, with FusedAdam's narrow states."""
 
+import runpy
 import sys
 import types
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -12,12 +14,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import apex.optimizers
 
 STEPS = 5
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "megatron"
+cuda_means_cpu = runpy.run_path(str(EXAMPLE / "without_gpu.py"))["cuda_means_cpu"]
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
 NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16}
 # What is narrow, and how far parameters may be from those of exact states, in their own units in
@@ -28,18 +30,6 @@ STATES = {
     "moments": (NARROW, 2),
     "moments_and_remainders": ({**NARROW, "store_param_remainders": True}, 2),
 }
-
-
-class CudaNamesMeanCpu(TorchFunctionMode):
-    """As in test_megatron_core.py: ``device='cuda'`` and ``type()`` are answered for the CPU."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        result = func(*args, **kwargs)
-        is_type_name = func is Tensor.type and isinstance(result, str)
-        return result.replace("torch.", "torch.cuda.") if is_type_name else result
 
 
 def transformer_engine():
@@ -90,8 +80,7 @@ def train(rank, **options):
     """Train with the optimizer that megatron-core builds; return it and the parameters."""
     config = make_config(**options)
     with (
-        CudaNamesMeanCpu(),
-        patch("torch.cuda.current_device", lambda: torch.device("cpu")),
+        cuda_means_cpu(),
         patch.object(megatron, "is_te_min_version", lambda *_: True),
     ):
         net = DistributedDataParallel(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from apex.transformer import tensor_parallel
 
@@ -39,3 +40,11 @@ def test_names_on_the_page_are_there():
     for name in names:
         there = name if name.startswith("apex.") else f"{tensor_parallel.__name__}.{name}"
         assert pkgutil.resolve_name(there), name
+
+
+def test_the_guide_to_megatron_adds_a_products_gradient():
+    text = (ROOT / "docs" / "guides" / "megatron.md").read_text()
+    names = {}
+    exec(re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1], names)
+    x, dy = names["x"].double(), names["grad_output"].double()
+    torch.testing.assert_close(names["main_grad"].double(), dy.T @ x, rtol=1e-5, atol=1e-5)
