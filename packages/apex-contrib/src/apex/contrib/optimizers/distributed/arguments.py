@@ -136,19 +136,21 @@ def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:
     backend(f"{NAME} with nccl_ub=True", group, device)
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for a hyper-parameter that is out of range."""
+def check_group(
+    group: dict[str, Any], owner: str = NAME, names: Sequence[str] = ("lr", "eps", "weight_decay")
+) -> None:
+    """Raise ValueError for one of ``betas`` and ``names`` that is out of range."""
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2 or not all(map(_is_decay, betas)):
-        raise ValueError(f"{NAME}: betas must be two numbers in [0, 1), got {betas!r}.")
-    for name in ("lr", "eps", "weight_decay"):
+        raise ValueError(f"{owner}: betas must be two numbers in [0, 1), got {betas!r}.")
+    for name in names:
         value = group[name]
         if isinstance(value, Tensor):
             is_right = value.numel() == 1 and (name == "lr" or value >= 0)
         else:
             is_right = isinstance(value, Real) and value >= 0
         if not is_right:
-            raise ValueError(f"{NAME}: {name} must be >= 0, got {value!r}.")
+            raise ValueError(f"{owner}: {name} must be >= 0, got {value!r}.")
 
 
 def _is_decay(beta: Any) -> bool:

@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -24,7 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from .arguments import NAME
 from .buffers import slots_of, zero_rest
-from .collectives import Reduction
+from .collectives import Reduction, join_stream, on_stream
 from .layout import GradientBucket, GradientStatus, flat_like
 from .ownership import check_owner, check_sole_reducer
 from .plans import agree, trainable
@@ -411,24 +410,3 @@ def is_own_view(optimizer: Any, param: Tensor) -> bool:
         return False
     slot = slots_of(optimizer, fragments[0].bucket_id)[fragments[0].bucket_range[0]]
     return slot.data_ptr() == param.grad.data_ptr()
-
-
-def on_stream(optimizer: Any, index: int, *reads: Tensor) -> Any:
-    """Context: work goes to a side stream of an accelerator, behind what is queued now."""
-    if not optimizer.streams:
-        return nullcontext()
-    module = torch.get_device_module(optimizer.device)
-    stream = optimizer.streams[index % len(optimizer.streams)]
-    stream.wait_stream(module.current_stream())
-    for tensor in reads:
-        tensor.record_stream(stream)
-    return module.stream(stream)
-
-
-def join_stream(optimizer: Any, index: int, *results: Tensor) -> None:
-    """Make the current stream wait for a side stream, whose results it will read."""
-    if optimizer.streams:
-        current = torch.get_device_module(optimizer.device).current_stream()
-        current.wait_stream(optimizer.streams[index % len(optimizer.streams)])
-        for tensor in results:
-            tensor.record_stream(current)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import NAME, check_group
-from .collectives import all_gather
-from .gradients import join_stream, on_stream
+from .collectives import all_gather, join_stream, on_stream
 from .layout import ParameterFragment, ParameterStatus, flat_view, shaped_view
 from .norms import has_overflow
 from .ownership import check_owner
