@@ -25,6 +25,7 @@ from .distributed import (
 from .distributed.apex_names import *  # noqa: F403  (NeMo imports private names from here)
 from .distributed.arguments import NAME
 from .distributed.checkpoints import for_torch
+from .given_lists import loss_of
 
 __all__ = ["DistributedFusedAdam", "for_torch"]
 
@@ -443,10 +444,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         parameters.step(self, grad_scaler)
         return loss
 

@@ -14,6 +14,7 @@ from ..._shared.native.writes import keep_from_tracing
 from ...clip_grad.ops import clip_grad_total_norm
 from ..distributed import ownership
 from ..distributed.collectives import broadcast, check_initialized, load_together
+from ..given_lists import loss_of
 from .arguments import (
     NAME,
     buffer_dtype,
@@ -396,10 +397,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             RuntimeError: ``grad_scaler.unscale_`` was called; ``max_grad_norm`` clips instead.
         """
         ownership.check_owner(self, "step")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if grad_scaler is not None and not grad_scaler.is_enabled():
             grad_scaler = None
         scale = self._global_scale if grad_scaler is None else scale_of(self, grad_scaler)
