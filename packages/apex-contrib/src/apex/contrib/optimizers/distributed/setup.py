@@ -140,6 +140,7 @@ def add_group(optimizer: Any) -> None:
     listen(optimizer, group)
 
 
+@torch.no_grad()
 def broadcast_parameters(optimizer: Any) -> None:
     """Give all ranks the parameters of the first one.
 
