@@ -46,18 +46,6 @@ def check_group(group: dict[str, Any]) -> None:
             )
 
 
-def device_of(params: Sequence[Tensor]) -> torch.device:
-    """The one device of all parameters.
-
-    Raises:
-        ValueError: there is none, or more than one.
-    """
-    devices = {param.device for param in params}
-    if len(devices) != 1:
-        raise ValueError(f"{NAME}: params must be on one device, got {sorted(map(str, devices))}.")
-    return devices.pop()
-
-
 def check_alike(params: Sequence[Tensor], options: dict[str, Any]) -> None:
     """Compare shapes, dtypes and options of all ranks, by a hash.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..._shared.native.writes import keep_from_tracing
 from ...clip_grad.ops import clip_grad_total_norm
 from ..distributed import ownership
+from ..distributed.arguments import sole_device
 from ..distributed.collectives import broadcast, check_initialized, load_together
 from ..given_lists import loss_of
 from .arguments import (
@@ -22,15 +23,13 @@ from .arguments import (
     check_group,
     check_options,
     checked_step,
-    device_of,
     ordered,
     scale_of,
 )
-from .gradients import GradientBuffer
+from .gradients import GradientBuffer, Reductions
 from .groups import NodeGroups
 from .layout import Layout
 from .parameters import ParameterBuffer
-from .reductions import Reductions
 from .shards import Numbers, Shards
 
 __all__ = ["DistributedFusedLAMB"]
@@ -178,7 +177,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             [p for group in self.param_groups for p in group["params"] if p.requires_grad],
             param_order,
         )
-        device = device_of(self._own_params)
+        device = sole_device(self._own_params, NAME, ValueError)
         compared = {k: v for k, v in given.items() if k not in ("lr", "param_order", "verbose")}
         check_alike(self._own_params, compared)
         self._successor: str | None = None  # an optimizer that took over parameters
