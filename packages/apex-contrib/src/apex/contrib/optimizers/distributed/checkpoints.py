@@ -11,7 +11,7 @@ from torch import Tensor
 from . import local_states
 from .arguments import NAME, check_state, count_of
 from .collectives import all_gather, load_together
-from .held_values import KEYS, read, send_parameters, value_dtype, write
+from .held_values import KEYS, read, send_parameters, value_dtype, write_all
 from .layout import flat_like, shaped_view
 from .ownership import check_complete, check_owner
 from .plans import agree
@@ -280,13 +280,8 @@ def _fill(optimizer: Any, entries: list[tuple[Tensor, dict[str, Any]]]) -> None:
             has_masters |= key == "param" and values is not None
             if values is None and key == "param":
                 values = param
-            flat = None if values is None else flat_like(param, values)
-            for fragment in optimizer.state[param].get("fragments", ()):
-                if not fragment.in_local_shard:
-                    continue
-                bucket = optimizer.state["buckets"][fragment.bucket_id]
-                begin, end = fragment.shard_param_range
-                part = torch.zeros(end - begin) if flat is None else flat[begin:end]
-                write(optimizer, bucket, fragment, key, part)
+            zeros = torch.zeros(()).expand(param.numel())
+            flat = zeros if values is None else flat_like(param, values)
+            write_all(optimizer, param, key, flat)
     if has_masters:
         send_parameters(optimizer)

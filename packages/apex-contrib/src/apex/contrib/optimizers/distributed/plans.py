@@ -236,7 +236,10 @@ def init_param_state(
         fragments.append(fragment)
     optimizer.state[param]["fragments"] = optimizer.fragments[id(param)] = fragments
     optimizer.plan_is_agreed = False
-    take_values(optimizer, param, flat_view(param))
+    if optimizer.store_params:
+        from .held_values import write_all  # which needs this module
+
+        write_all(optimizer, param, "param", flat_view(param))
 
 
 def new_bucket(optimizer: Any, size: int, dtypes: Dtypes) -> StateBucket:
@@ -262,18 +265,6 @@ def new_bucket(optimizer: Any, size: int, dtypes: Dtypes) -> StateBucket:
         optimizer.store_params,
         optimizer.store_param_remainders,
     )
-
-
-@torch.no_grad()
-def take_values(optimizer: Any, param: Tensor, flat: Tensor) -> None:
-    """Make ``flat``, in the parameter's order of memory, this rank's values of the parameter."""
-    from .held_values import write  # which needs this module
-
-    for fragment in optimizer.state[param]["fragments"]:
-        if fragment.in_local_shard and optimizer.store_params:
-            bucket = optimizer.state["buckets"][fragment.bucket_id]
-            values = flat[slice(*fragment.shard_param_range)]
-            write(optimizer, bucket, fragment, "param", values)
 
 
 def close_buckets(optimizer: Any, params: Sequence[Tensor]) -> None:

@@ -30,7 +30,6 @@ def prepare(optimizer: Any, given: dict[str, Any]) -> None:
         given: the constructor's arguments.
     """
     keep_from_tracing(type(optimizer))
-    optimizer.args_dict = given
     for name in _KEPT:
         setattr(optimizer, name, given[name])
     optimizer.grad_sync_dtype = given["grad_sync_dtype"] or given["dtype"]

@@ -280,12 +280,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._given_lr = (lr.reshape(1), None)
 
     def _own_lr(self) -> Tensor | None:
-        if self._given_lr is None:
-            return None
-        lr, version = self._given_lr
-        if version == lr._version:
-            self._given_lr = None
-            return None
+        lr, version = self._given_lr or (None, None)
+        if lr is not None and lr._version == version:  # it was only read
+            self._given_lr = lr = None
         return lr
 
     def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
@@ -365,12 +362,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         """Finish all reductions; return the norm of the reduced gradient, float64 ``[1]``."""
         for block in range(self._reductions.next_block, -1, -1):
             self._pipeline_block_reductions(block)
-        norms, fuses = [], self._options["fused_norm"]
-        for own in self._reductions.finish():
-            if fuses:
-                norms.append(clip_grad_total_norm([own], 2.0))
-        if not fuses:
-            norms.append(clip_grad_total_norm([self._own_grads], 2.0))
+        fuses, blocks = self._options["fused_norm"], self._reductions.finish()
+        norms = [clip_grad_total_norm([own], 2.0) for own in blocks if fuses]
+        norms = norms or [clip_grad_total_norm([self._own_grads], 2.0)]
         square = torch.cat(norms).square().sum().reshape(1)
         self._init_state()
         self._shards.add_up(square)
@@ -451,8 +445,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     def _finish_under_way(self) -> None:
         """Wait for blocks that backward passes have started, and forget what they give."""
         if self._has_begun and not self._is_reduced:  # some ranks may have started blocks
-            for _ in self._reductions.finish():
-                pass
+            list(self._reductions.finish())
         self._gradients.forget()
         self._is_reduced = self._has_begun = False
 
