@@ -169,8 +169,9 @@ def check_first_format(rank, world, gather):
     for each in (optimizer, other):
         each.init_params()
     take_steps(optimizer, range(3))
-    with pytest.warns(FutureWarning, match="use format 2"):
+    with pytest.warns(FutureWarning, match="use format 2") as caught:
         saved = optimizer.state_dict(state_dict_format=1, gather_on_root=gather)
+    assert caught[0].filename == __file__
     assert (saved is None) == (gather and rank > 0)
     if gather:
         boxes = [saved]

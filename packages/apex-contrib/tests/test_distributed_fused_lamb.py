@@ -337,6 +337,7 @@ def check_bad_arguments(rank, world):
     params = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2).half())]
     for error, options, message in (
         (ValueError, {"lr": -1}, "lr must be"),
+        (ValueError, {"eps": torch.tensor(-1.0)}, "eps must be"),
         (ValueError, {"betas": (1, 0.9)}, "betas must be"),
         (ValueError, {"dwu_num_blocks": 0}, "dwu_num_blocks must be an integer >= 1"),
         (ValueError, {"dwu_num_chunks": 1.5}, "dwu_num_chunks must be an integer >= 1, got 1.5"),

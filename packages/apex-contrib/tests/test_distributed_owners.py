@@ -199,6 +199,13 @@ def test_a_group_that_is_refused_is_not_added(world):
     assert len(old.state_dict()["param_groups"]) == 1
 
 
+@pytest.mark.parametrize(("kind", "error"), [("adam", RuntimeError), ("lamb", ValueError)])
+def test_parameters_on_two_devices(kind, error, world):
+    params = [*make_params(), nn.Parameter(torch.ones(4, device="meta"))]
+    with pytest.raises(error, match=r"params must be on one device, got \['cpu', 'meta'\]\.$"):
+        KINDS[kind](params)
+
+
 def test_a_group_of_another_ones_parameters(world):
     first, second = make_params(), make_params()
     old, new = trained("adam", first), trained("adam", second)

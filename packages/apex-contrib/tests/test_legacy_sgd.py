@@ -224,3 +224,18 @@ def test_the_older_of_two_over_one_parameter_is_refused(name):
         assert torch.equal(param.grad, grad)
     step(new)
     assert model[1][0] < before[1][0][0]
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+def test_gradients_of_another_layout(kind, device):
+    """They are copied to the parameter's layout; so results are those of contiguous ones."""
+    grad = torch.arange(12.0, device=device).view(4, 3)
+    found = []
+    for given in (grad, grad.t().contiguous().t()):
+        master, model = (torch.ones(4, 3, device=device) for _ in range(2))
+        optimizer = kind([master], lr=0.1)
+        for _ in range(2):
+            optimizer.step(grads=[given], output_params=[model])
+        found.append((master, model))
+    assert not torch.equal(found[0][0], torch.ones_like(grad))
+    assert all(map(torch.equal, *found))

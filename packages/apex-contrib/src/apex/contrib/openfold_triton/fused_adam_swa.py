@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._ops import library
 from .._shared.native.writes import call_counted, keep_from_tracing
-from ..optimizers.given_lists import Batches, match_layout
+from ..optimizers.given_lists import Batches, loss_of, match_layout
 from .adam_swa import adam_swa_step
 from .swa_casts import Launch, launch_of, wide
 from .swa_lists import LISTS, MOMENTS, NAME, Row, check_lists, check_numbers, check_row, steps_of
@@ -203,10 +203,7 @@ class FusedAdamSWA(torch.optim.Optimizer):
             TypeError: the dtype of a parameter or copy is no longer one that the class takes.
                 Either way no parameter, average or state is changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         group, averages = self.param_groups[0], self.swa_param_groups[0]
         weight = 1.0 - self.swa_decay_rate if averages["n_averaged"] else 1.0
         beta1, beta2 = group["betas"]

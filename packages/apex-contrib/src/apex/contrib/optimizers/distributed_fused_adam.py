@@ -25,6 +25,7 @@ from .distributed import (
 from .distributed.apex_names import *  # noqa: F403  (NeMo imports private names from here)
 from .distributed.arguments import NAME
 from .distributed.checkpoints import for_torch
+from .given_lists import loss_of
 
 __all__ = ["DistributedFusedAdam", "for_torch"]
 
@@ -186,16 +187,31 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Scales of this rank's states, by ids of group, parameter and bucket."""
         return scaling.as_dict(self.state["buckets"])
 
-    @torch.no_grad()
-    def _broadcast_params(self) -> None:
-        """Give all ranks the parameters of the first one."""
-        setup.broadcast_parameters(self)
+    # What the engine's files do, by Apex's names.
 
-    def _make_post_backward_hook(
-        self, param: Tensor, param_group_id: int, param_id: int
-    ) -> Callable[..., None]:
-        """What autograd calls when it has added to the gradient of ``param``."""
-        return gradients.make_hook(self, param)
+    _broadcast_params = setup.broadcast_parameters
+    _make_post_backward_hook = gradients.make_hook
+    init_params = plans.init_params
+    init_params_bucket = plans.init_params_bucket
+    _init_param_state = plans.init_param_state
+    init_param_buffer = parameters.init_param_buffer
+    grad_buffer_view = buffers.grad_buffer_view
+    zero_grad = gradients.zero_grad
+    _grad_copy = gradients.copy_gradient
+    _try_start_bucket_grad_sync = gradients.try_start
+    _finish_bucket_grad_sync = gradients.finish_all
+    grad_sync = gradients.grad_sync
+    _holds_gradients = gradients.holds_gradients
+    check_was_current = parameters.check_was_current
+    param_sync = _finish_under_way = parameters.param_sync
+    _param_copy_fragments = parameters.copy_fragments
+    _check_params_shard_dtypes = parameters.check_shard_dtypes
+    _local_grad_norm = norms.local_square
+    grad_norm = norms.grad_norm
+    clip_grad_norm = norms.clip_grad_norm
+    unscale_grads = norms.unscale_grads
+    state_dict = checkpoints.state_dict
+    load_state_dict = checkpoints.load_state_dict
 
     # Parameters and their buckets.
 
@@ -226,77 +242,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             )
         return self._positions[id(param)]
 
-    def init_params(
-        self,
-        params: Tensor | Iterable[Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-        grad_sync_dtype: torch.dtype | None = None,
-        param_sync_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Give buckets to parameters that have none; all ranks in the same order.
-
-        Args:
-            params: by default all that require gradients, from the model's end to its begin, which
-                is about the order of their gradients. Those of others are ignored.
-            dtype: the constructor's or None.
-            grad_sync_dtype, param_sync_dtype: instead of the constructor's.
-
-        Raises:
-            ValueError: ``dtype`` is another, or gradients cannot be sent so.
-        """
-        plans.init_params(self, params, (dtype, grad_sync_dtype, param_sync_dtype))
-
-    def init_params_bucket(
-        self,
-        params: Tensor | Iterable[Tensor],
-        dtype: torch.dtype | None = None,
-        grad_sync_dtype: torch.dtype | None = None,
-        param_sync_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Give parameters buckets of their own, which are sent when all of them are there."""
-        params = [params] if isinstance(params, Tensor) else list(params)
-        for bucket in self.state["buckets"]:
-            bucket.able_to_fill = False
-        new = [p for p in params if self.owns(p) and "fragments" not in self.state[p]]
-        dtypes = {"dtype": dtype, "grad_sync_dtype": grad_sync_dtype}
-        self.init_params(new, **dtypes, param_sync_dtype=param_sync_dtype)
-        plans.close_buckets(self, new)
-
-    def _init_param_state(
-        self,
-        param: Tensor,
-        param_group_id: int,
-        param_id: int,
-        dtype: torch.dtype | None = None,
-        grad_sync_dtype: torch.dtype | None = None,
-        param_sync_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Give buckets to one parameter, and take its value."""
-        if "fragments" not in self.state[param]:
-            dtypes = plans.resolve_dtypes(self, dtype, grad_sync_dtype, param_sync_dtype)
-            plans.add_parameter(self, param, (param_group_id, param_id), dtypes)
-
-    @torch.no_grad()
-    def init_param_buffer(self) -> None:
-        """Make all parameters views of flat buffers, in which they are received."""
-        self.contiguous_param_buffer = True
-        self.init_params()
-        parameters.make_param_buffers(self)
-
-    def grad_buffer_view(self, param: Tensor) -> Tensor:
-        """The part of the contiguous gradient buffer that a parameter has, in its shape.
-
-        Raises:
-            RuntimeError: there is no such buffer, or the parameter lies in several buckets.
-        """
-        return buffers.grad_view(self, param)
-
     # Gradients.
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Forget all gradients, reduced or not, and the pending scale."""
-        gradients.forget(self)
-        buffers.zero_gradients(self, set_to_none)
 
     @contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
@@ -312,16 +258,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         finally:
             self.overlap_grad_sync, self.greedy_grad_copy = before
 
-    def _grad_copy(self, param: Tensor) -> None:
-        """Add the gradient of ``param`` to its buckets; ``param.grad`` becomes None."""
-        gradients.copy_gradient(self, param)
-
-    def _try_start_bucket_grad_sync(
-        self, params: Iterable[Tensor] | None = None, ignore_last_bucket: bool = False
-    ) -> None:
-        """Note that gradients of ``params`` are in buckets, and reduce those that are full."""
-        gradients.try_start(self, () if params is None else params, ignore_last_bucket)
-
     def try_grad_sync(self, params: Iterable[Tensor]) -> None:
         """Copy gradients into buckets, and reduce those that are full."""
         params = list(params)
@@ -329,107 +265,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self._grad_copy(param)
         self._try_start_bucket_grad_sync(params=params)
 
-    def _finish_bucket_grad_sync(self) -> None:
-        """Wait for the reductions that are under way."""
-        gradients.finish_all(self)
-
-    def grad_sync(self) -> None:
-        """Have all gradients copied and reduced; a collective call."""
-        gradients.sync(self)
-
     def note_gradients(self) -> None:
         """Gradients have changed: they are to be reduced, and their norm is not known any more."""
         self.is_reduced, self.is_stepped, self._grad_norm = False, False, None
 
-    def _holds_gradients(self) -> bool:
-        """Whether there are gradients that no step has used, outside of ``param.grad``."""
-        return not self.is_stepped and any(map(gradients.is_filled, self.grads_buckets.values()))
-
-    def check_was_current(self, param: Tensor) -> None:
-        """Raise RuntimeError if ``param`` was used before its new value had arrived."""
-        parameters.check_was_current(self, param)
-
     def _try_start_bucket_param_sync(self, params: Iterable[Tensor] | None = None) -> None:
         """Nothing is left to start: :meth:`step` has all new parameters under way."""
-
-    def param_sync(self) -> None:
-        """Have all new parameters arrive."""
-        for bucket_id in list(self._params_buckets):
-            parameters.finish_gather(self, bucket_id)
-
-    _finish_under_way = param_sync  # before another optimizer takes over parameters
-
-    def _param_copy_fragments(self, fragments: Iterable[layout.ParameterFragment]) -> None:
-        """Copy received values of fragments into their parameters."""
-        parameters.copy_fragments(self, fragments)
-
-    def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
-        """Bring this rank's new values into the dtype in which they are sent."""
-        parameters.check_shard_dtypes(self, params_buckets)
-
-    # Norms and scales of gradients.
-
-    def _local_grad_norm(
-        self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
-    ) -> Tensor:
-        """The square of the 2-norm of this rank's share of gradients; it has them reduced."""
-        self.grad_sync()
-        return norms.local_square(self, None if parameters is None else list(parameters))
-
-    @torch.no_grad()
-    def grad_norm(
-        self,
-        parameters: Iterable[Tensor] | None = None,
-        norm_type: float = 2.0,
-        force: bool = False,
-    ) -> Tensor:
-        """The 2-norm of the reduced gradients, with the pending scale; a collective call.
-
-        Args:
-            parameters: by default all, whose norm is kept until gradients change.
-            norm_type: 2.
-            force: compute it anew.
-
-        Returns:
-            float32, without dimensions.
-
-        Raises:
-            ValueError: another ``norm_type``.
-            RuntimeError: a parameter is not this optimizer's.
-        """
-        return norms.norm(self, parameters, norm_type, force)
-
-    @torch.no_grad()
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        parameters: Iterable[Tensor] | None = None,
-        norm_type: float = 2.0,
-    ) -> Tensor:
-        """Have the step scale all gradients so that their norm is at most ``max_norm``.
-
-        Returns:
-            The norm before that.
-
-        Raises:
-            ValueError: ``max_norm`` is not positive, or another ``norm_type``.
-        """
-        return norms.clip(self, max_norm, parameters, norm_type)
-
-    @torch.no_grad()
-    def unscale_grads(
-        self, *args: Any, inv_scale: Any = None, grad_scaler: Any = None
-    ) -> dict[torch.device, Tensor]:
-        """Have the step multiply gradients by the inverse of a loss scale.
-
-        Returns:
-            By device, 1.0 if some gradient of some rank is not finite, else 0.0.
-
-        Raises:
-            ValueError: not exactly one of ``inv_scale`` and ``grad_scaler`` is given.
-            RuntimeError: ``grad_scaler`` has no scale yet, or has unscaled these gradients.
-        """
-        return norms.unscale(self, args, inv_scale, grad_scaler)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
@@ -443,45 +284,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         parameters.step(self, grad_scaler)
         return loss
-
-    # Checkpoints.
-
-    def state_dict(
-        self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
-    ) -> dict[str, Any] | None:
-        """The state; a collective call.
-
-        Args:
-            state_dict_format: 2, the default: whole parameters and moments as CPU tensors, the same
-                on all ranks, which load with any number of ranks and any options; for
-                ``torch.optim.AdamW`` see :func:`for_torch`. 1, deprecated: each rank's shares.
-            gather_on_root: with format 1: all shares on the first rank, and None on the others.
-
-        Raises:
-            ValueError: another format, or ``gather_on_root`` with format 2.
-            NotImplementedError: format 1 with scaled states.
-            RuntimeError: with ``store_param_remainders``, if another optimizer has the parameters.
-        """
-        return checkpoints.save(self, state_dict_format, gather_on_root)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state, and the parameters if it has them; a collective call.
-
-        Args:
-            state_dict: of either format, of ``torch.optim.AdamW`` or FusedAdam; it is not changed.
-
-        Raises:
-            ValueError: it does not fit the parameters, is damaged, or its format is unknown.
-            RuntimeError: another rank refuses its state or has that of another step, or another
-                optimizer has the parameters. Nothing has changed then, on any rank.
-        """
-        checkpoints.load(self, state_dict)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state for ``torch.distributed.checkpoint``, which writes each rank's shares only.

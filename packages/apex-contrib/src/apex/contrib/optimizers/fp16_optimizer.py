@@ -183,18 +183,11 @@ class FP16_Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, optimizer and masters; the model is saved by itself."""
-        state = {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
+        return {
+            **{name: getattr(self, name) for name in _numbers_of(self.dynamic_loss_scale)},
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_groups": self.fp32_groups,
         }
-        if self.dynamic_loss_scale:
-            state["last_overflow_iter"] = self.last_overflow_iter
-            state["scale_factor"] = self.scale_factor
-            state["scale_window"] = self.scale_window
-        state["optimizer_state_dict"] = self.optimizer.state_dict()
-        state["fp32_groups"] = self.fp32_groups
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; load the model by itself, before or after.
@@ -209,13 +202,15 @@ class FP16_Optimizer:
                 f"{_NAME}.load_state_dict: fp32_groups have shapes {saved}, expected {own}."
             )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        self.cur_scale, self.cur_iter = state_dict["cur_scale"], state_dict["cur_iter"]
-        if self.dynamic_loss_scale:
-            self.last_overflow_iter = state_dict["last_overflow_iter"]
-            self.scale_factor = state_dict["scale_factor"]
-            self.scale_window = state_dict["scale_window"]
+        for name in _numbers_of(state_dict["dynamic_loss_scale"]):
+            setattr(self, name, state_dict[name])
         with torch.no_grad():
             for group, saved_group in zip(self.fp32_groups, state_dict["fp32_groups"], strict=True):
                 for master, value in zip(group, saved_group, strict=True):
                     master.copy_(value)
+
+
+def _numbers_of(is_dynamic: bool) -> tuple[str, ...]:
+    """The attributes that a state holds."""
+    scale = ("dynamic_loss_scale", "cur_scale", "cur_iter")
+    return (*scale, "last_overflow_iter", "scale_factor", "scale_window") if is_dynamic else scale

@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.errors import check_is_no_module
-from .._shared.native.writes import call_counted, keep_from_tracing
+from .._shared.native.writes import call_counted
 from ..clip_grad.ops import clip_grad_total_norm
-from .given_lists import Batches, by_group, check_grad, check_output, fit_together, match_layout
+from .given_lists import (
+    Batches,
+    DeprecatedOptimizer,
+    by_group,
+    checked_rows,
+    fit_together,
+    loss_of,
+)
 from .legacy_adam import scaled_adam_step
 
 __all__ = ["FusedAdam"]
@@ -19,7 +25,7 @@ __all__ = ["FusedAdam"]
 _NAME = "apex.contrib.optimizers.FusedAdam"
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(DeprecatedOptimizer):
     r"""Adam with decoupled decay on scaled gradients; deprecated.
 
     Use :class:`apex.optimizers.FusedAdam`.
@@ -65,6 +71,9 @@ class FusedAdam(torch.optim.Optimizer):
         >>> optimizer.step(scale=128)
     """
 
+    _name = _NAME
+    _not_negative = ("lr", "eps", "weight_decay", "max_grad_norm")
+
     def __init__(
         self,
         params: Any,
@@ -81,22 +90,18 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{_NAME}: amsgrad=True is not supported; use torch.optim.AdamW.")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._use_multi_tensor = use_mt
         self._amp_scale_adjustment = amp_scale_adjustment
-        check_is_no_module(_NAME, params)
-        keep_from_tracing(type(self))
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check_group(group)
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+        )
         if use_mt:
             self._check_one_device()
 
@@ -136,10 +141,7 @@ class FusedAdam(torch.optim.Optimizer):
             RuntimeError: a gradient is sparse, or tensors do not match. No parameter and no state
                 is changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         stash = getattr(self, "_amp_stash", None)
         if hasattr(stash, "grads"):  # of an amp that leaves the unscaling to this optimizer
             grads, output_params = stash.grads, stash.output_params
@@ -147,7 +149,10 @@ class FusedAdam(torch.optim.Optimizer):
         if self._use_multi_tensor:
             self._check_one_device()
         groups = self.param_groups
-        grads = by_group(_NAME, "grads", grads, groups)
+        grads = [
+            [p.grad if g is None else g for p, g in zip(group["params"], own, strict=True)]
+            for group, own in zip(groups, by_group(_NAME, "grads", grads, groups), strict=True)
+        ]
         outputs = by_group(_NAME, "output_params", output_params, groups)
         norms = [None] * len(groups) if grad_norms is None else list(grad_norms)
         if len(norms) != len(groups):
@@ -182,7 +187,6 @@ class FusedAdam(torch.optim.Optimizer):
             return False
         (group,), (own,), (copies,) = self.param_groups, grads, outputs
         params = group["params"]
-        own = [p.grad if g is None else g for p, g in zip(params, own, strict=True)]
         states = [self.state.get(param) for param in params]
         if not all(states) or not fit_together(params, own, copies):
             return False
@@ -209,45 +213,20 @@ class FusedAdam(torch.optim.Optimizer):
         groups = self.param_groups
         batches, stepped = Batches(), []
         for group, own_grads, own_outputs, norm in zip(groups, grads, outputs, norms, strict=True):
-            rows = []
-            for param, grad, output in zip(group["params"], own_grads, own_outputs, strict=True):
-                grad = param.grad if grad is None else grad
-                if grad is None:
-                    continue
-                check_grad(_NAME, param, grad)
-                if output is not None:
-                    check_output(_NAME, param, output)
-                rows.append((param, match_layout(grad.detach(), param), output))
-            factor = _combined_scale(group, [grad for _, grad, _ in rows], scale, norm)
-            for param, grad, output in rows:
-                state = self._state_of(param)
+            rows = checked_rows(_NAME, group["params"], own_grads, own_outputs)
+            factor = _combined_scale(group, [grad for _, grad, *_ in rows], scale, norm)
+            for param, grad, *output in rows:
+                state = self._state_of(param, step=0)
                 corrects = bool(group["bias_correction"])
                 numbers = (*_hyper(group), factor, state["step"] + 1, corrects)
-                row = (param, grad, state["exp_avg"], state["exp_avg_sq"])
-                batches.add(numbers, *row, *(() if output is None else (output,)))
+                batches.add(numbers, param, grad, state["exp_avg"], state["exp_avg_sq"], *output)
                 stepped.append(param)
         return batches, stepped
-
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state = self.state[param]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        return state
 
 
 def _hyper(group: dict[str, Any]) -> tuple[float, ...]:
     beta1, beta2 = group["betas"]
     return float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
-        if not group[name] >= 0:
-            raise ValueError(f"{_NAME}: {name} must be >= 0, got {group[name]}.")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"{_NAME}: betas must be in [0, 1), got {group['betas']}.")
 
 
 def _combined_scale(

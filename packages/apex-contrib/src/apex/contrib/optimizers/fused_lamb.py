@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.errors import check_is_no_module
-from .._shared.native.writes import call_counted, keep_from_tracing
+from .._shared.native.writes import call_counted
 from ..clip_grad.ops import clip_grad_total_norm
-from .given_lists import Batches, check_grad, match_layout
+from .given_lists import Batches, DeprecatedOptimizer, check_grad, loss_of, match_layout
 from .sharded_lamb import lamb_step
 
 __all__ = ["FusedLAMB"]
@@ -20,7 +19,7 @@ _NAME = "apex.contrib.optimizers.FusedLAMB"
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class FusedLAMB(torch.optim.Optimizer):
+class FusedLAMB(DeprecatedOptimizer):
     r"""LAMB in two launches per dtype; deprecated, use :class:`apex.optimizers.FusedLAMB`.
 
     The formula is that of :func:`apex.contrib.optimizers.sharded_lamb.lamb_step`, with
@@ -59,6 +58,9 @@ class FusedLAMB(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
+    _name = _NAME
+    _not_negative = ("lr", "eps", "weight_decay", "max_grad_norm")
+
     def __init__(
         self,
         params: Any,
@@ -75,26 +77,18 @@ class FusedLAMB(torch.optim.Optimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{_NAME}: amsgrad=True is not supported.")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        check_is_no_module(_NAME, params)
-        keep_from_tracing(type(self))
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+        )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.set_grad_none = set_grad_none
-        for group in self.param_groups:
-            for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
-                if not group[name] >= 0:
-                    raise ValueError(f"{_NAME}: {name} must be >= 0, got {group[name]}.")
-            if not all(0 <= beta < 1 for beta in group["betas"]):
-                raise ValueError(f"{_NAME}: betas must be in [0, 1), got {group['betas']}.")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients: set to None if ``set_to_none``, by default the constructor's choice."""
@@ -106,10 +100,7 @@ class FusedLAMB(torch.optim.Optimizer):
 
         Gradients are left as they are. The norm stays on the device: nothing waits for it.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         batches = Batches()
         stepped = []
         for group in self.param_groups:
@@ -147,13 +138,6 @@ class FusedLAMB(torch.optim.Optimizer):
                 f"{param.dtype} and a gradient of {param.grad.dtype}."
             )
         return match_layout(param.grad.to(param.dtype), param)
-
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state = self.state[param]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        return state
 
     @staticmethod
     def _norm(batches: Batches) -> dict[torch.device, Tensor]:

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.errors import check_is_no_module
-from .._shared.native.writes import call_counted, keep_from_tracing
-from .given_lists import Batches, by_group, check_grad, check_output, fit_together, match_layout
+from .._shared.native.writes import call_counted
+from .given_lists import (
+    Batches,
+    DeprecatedOptimizer,
+    by_group,
+    checked_rows,
+    fit_together,
+    loss_of,
+)
 from .legacy_sgd import masters_sgd_step
 
 __all__ = ["FusedSGD"]
@@ -18,7 +24,7 @@ __all__ = ["FusedSGD"]
 _NAME = "apex.contrib.optimizers.FusedSGD"
 
 
-class FusedSGD(torch.optim.Optimizer):
+class FusedSGD(DeprecatedOptimizer):
     r"""SGD on float32 masters with the model's scaled gradients; deprecated.
 
     Use :class:`apex.optimizers.FusedSGD`. This class is driven by
@@ -53,6 +59,9 @@ class FusedSGD(torch.optim.Optimizer):
         ...                output_params=[p.data for p in model.parameters()])
     """
 
+    _name = _NAME
+    _not_negative = ("lr", "momentum", "weight_decay")
+
     def __init__(
         self,
         params: Any,
@@ -64,20 +73,15 @@ class FusedSGD(torch.optim.Optimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        check_is_no_module(_NAME, params)
-        keep_from_tracing(type(self))
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+        )
         for group in self.param_groups:
-            for name in ("lr", "momentum", "weight_decay"):
-                if group[name] is None or not group[name] >= 0:
-                    raise ValueError(f"{_NAME}: {name} must be >= 0, got {group[name]}.")
             if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
                 raise ValueError(
                     f"{_NAME}: nesterov=True needs momentum > 0 and dampening 0, got "
@@ -136,10 +140,7 @@ class FusedSGD(torch.optim.Optimizer):
                 f"{_NAME}.step: this class does not work with apex.amp; use "
                 "apex.optimizers.FusedSGD."
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for name, given in (("grads", grads), ("output_params", output_params)):
             if given is None:
                 raise RuntimeError(
@@ -189,16 +190,12 @@ class FusedSGD(torch.optim.Optimizer):
         rows = []
         for group, *lists in zip(groups, grads, outputs, strict=True):
             for param, grad, output in zip(group["params"], *lists, strict=True):
-                if grad is None:
-                    continue
-                if output is None or param.dtype != torch.float32:
+                if grad is not None and (output is None or param.dtype != torch.float32):
                     raise RuntimeError(
                         f"{_NAME}.step: parameters must be float32 and have an output parameter, "
                         f"got {param.dtype} and {type(output).__name__}."
                     )
-                check_grad(_NAME, param, grad)
-                check_output(_NAME, param, output)
-                rows.append((group, param, match_layout(grad.detach(), param), output))
+            rows += [(group, *row) for row in checked_rows(_NAME, group["params"], *lists)]
         batches = Batches()
         for group, param, grad, output in rows:
             buffers, is_first_run = [], False

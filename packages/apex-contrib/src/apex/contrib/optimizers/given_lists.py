@@ -1,16 +1,62 @@
-"""Lists that callers give to the deprecated optimizers, and batches of what they hold."""
+"""What callers give to the deprecated optimizers: numbers, closures, lists; and their batches."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_module
+from .._shared.native.writes import keep_from_tracing
+
 Group = dict[str, Any]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class DeprecatedOptimizer(torch.optim.Optimizer):
+    """The constructor and the state of a parameter.
+
+    Attributes:
+        _name: the class's, in errors.
+        _not_negative: the hyper-parameters that must be ``>= 0``.
+
+    Raises:
+        TypeError: ``params`` is a module.
+        ValueError: a hyper-parameter is out of range.
+    """
+
+    _name: str
+    _not_negative: tuple[str, ...]
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        check_is_no_module(self._name, params)
+        keep_from_tracing(type(self))
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for name in self._not_negative:
+                if group[name] is None or not group[name] >= 0:
+                    raise ValueError(f"{self._name}: {name} must be >= 0, got {group[name]}.")
+            if not all(0 <= beta < 1 for beta in group.get("betas", ())):
+                raise ValueError(f"{self._name}: betas must be in [0, 1), got {group['betas']}.")
+
+    def _state_of(self, param: Tensor, **counts: int) -> dict[str, Any]:
+        """The state of a parameter: at first ``counts``, and moments of zeros."""
+        state = self.state[param]
+        if not state:
+            moments = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
+            state.update(**counts, **moments)
+        return state
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a closure returns, which runs with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def by_group(owner: str, name: str, given: Any, groups: Sequence[Group]) -> list[list[Any]]:
@@ -72,6 +118,29 @@ def check_output(owner: str, param: Tensor, output: Tensor) -> None:
             f"{owner}.step: output parameters must be float32, float16, bfloat16 or uint8, got "
             f"{output.dtype}."
         )
+
+
+def checked_rows(
+    owner: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+) -> list[tuple[Tensor, ...]]:
+    """Parameters with their gradients, in one layout, and outputs where there are some.
+
+    Raises:
+        RuntimeError: tensors do not match, or a gradient is sparse.
+    """
+    rows = []
+    for param, grad, output in zip(params, grads, outputs, strict=True):
+        if grad is None:
+            continue
+        check_grad(owner, param, grad)
+        if output is not None:
+            check_output(owner, param, output)
+        row = (param, match_layout(grad.detach(), param))
+        rows.append(row if output is None else (*row, output))
+    return rows
 
 
 def fit_together(

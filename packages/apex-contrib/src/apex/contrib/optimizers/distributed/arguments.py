@@ -136,19 +136,21 @@ def check_nccl_ub(given: dict[str, Any], device: torch.device) -> None:
     backend(f"{NAME} with nccl_ub=True", group, device)
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for a hyper-parameter that is out of range."""
+def check_group(
+    group: dict[str, Any], owner: str = NAME, names: Sequence[str] = ("lr", "eps", "weight_decay")
+) -> None:
+    """Raise ValueError for one of ``betas`` and ``names`` that is out of range."""
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2 or not all(map(_is_decay, betas)):
-        raise ValueError(f"{NAME}: betas must be two numbers in [0, 1), got {betas!r}.")
-    for name in ("lr", "eps", "weight_decay"):
+        raise ValueError(f"{owner}: betas must be two numbers in [0, 1), got {betas!r}.")
+    for name in names:
         value = group[name]
         if isinstance(value, Tensor):
             is_right = value.numel() == 1 and (name == "lr" or value >= 0)
         else:
             is_right = isinstance(value, Real) and value >= 0
         if not is_right:
-            raise ValueError(f"{NAME}: {name} must be >= 0, got {value!r}.")
+            raise ValueError(f"{owner}: {name} must be >= 0, got {value!r}.")
 
 
 def _is_decay(beta: Any) -> bool:
@@ -165,17 +167,13 @@ def device_of(params: Iterable[Tensor], given: torch.device | str) -> torch.devi
         RuntimeError: the parameters lie elsewhere, or on several devices.
         TypeError: a parameter is not real floating point.
     """
-    devices = set()
+    params = list(params)
     for param in params:
-        devices.add(param.device)
         if not param.is_floating_point():
             raise TypeError(f"{NAME}: params must be floating point, got {param.dtype}.")
         if param.layout != torch.strided:
             raise TypeError(f"{NAME}: params must be dense, got one of layout {param.layout}.")
-    if len(devices) != 1:
-        names = sorted(map(str, devices))
-        raise RuntimeError(f"{NAME}: params must be on one device, got {names}.")
-    device = devices.pop()
+    device = sole_device(params, NAME, RuntimeError)
     wanted = torch.device(given)
     is_default = wanted == torch.device("cuda")
     if not is_default and not devices_match(device, wanted):
@@ -186,6 +184,14 @@ def device_of(params: Iterable[Tensor], given: torch.device | str) -> torch.devi
             f"cuda:{torch.cuda.current_device()}. Call torch.cuda.set_device first."
         )
     return device
+
+
+def sole_device(params: Iterable[Tensor], owner: str, error: type[Exception]) -> torch.device:
+    """The one device of all parameters; raises ``error`` if there is none, or more than one."""
+    devices = {param.device for param in params}
+    if len(devices) != 1:
+        raise error(f"{owner}: params must be on one device, got {sorted(map(str, devices))}.")
+    return devices.pop()
 
 
 def devices_match(first: torch.device | str | None, second: torch.device | str | None) -> bool:

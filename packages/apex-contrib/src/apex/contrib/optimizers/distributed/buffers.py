@@ -71,7 +71,7 @@ def zero_rest(bucket: GradientBucket) -> None:
         torch._foreach_zero_(rest)
 
 
-def grad_view(optimizer: Any, param: Tensor) -> Tensor:
+def grad_buffer_view(optimizer: Any, param: Tensor) -> Tensor:
     """The part of the contiguous gradient buffer that a parameter has, in its shape.
 
     Raises:
@@ -95,7 +95,7 @@ def zero_gradients(optimizer: Any, set_to_none: bool) -> None:
     for param in optimizer.parameters():
         fragments = optimizer.state[param].get("fragments", ()) if viewed else ()
         if len(fragments) == 1 and param.requires_grad and param.dtype == optimizer.grad_sync_dtype:
-            param.grad = grad_view(optimizer, param)
+            param.grad = grad_buffer_view(optimizer, param)
         elif set_to_none or optimizer.contiguous_grad_buffer or param.grad is None:
             param.grad = None
         else:

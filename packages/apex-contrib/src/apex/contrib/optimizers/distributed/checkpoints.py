@@ -11,7 +11,7 @@ from torch import Tensor
 from . import local_states
 from .arguments import NAME, check_state, count_of
 from .collectives import all_gather, load_together
-from .held_values import KEYS, read, send_parameters, value_dtype, write
+from .held_values import KEYS, read, send_parameters, value_dtype, write_all
 from .layout import flat_like, shaped_view
 from .ownership import check_complete, check_owner
 from .plans import agree
@@ -21,11 +21,21 @@ _WHERE = f"{NAME}.load_state_dict"
 _GIVEN_UP = ("amsgrad", "maximize")  # of torch's Adam, which this optimizer has not
 
 
-def save(optimizer: Any, state_dict_format: int | None, gather_on_root: bool | None) -> Any:
-    """What ``state_dict`` returns; a collective call.
+def state_dict(
+    optimizer: Any, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
+) -> dict[str, Any] | None:
+    """The state; a collective call.
+
+    Args:
+        state_dict_format: 2, the default: whole parameters and moments as CPU tensors, the same
+            on all ranks, which load with any number of ranks and any options; for
+            ``torch.optim.AdamW`` see :func:`for_torch`. 1, deprecated: each rank's shares.
+        gather_on_root: with format 1: all shares on the first rank, and None on the others.
 
     Raises:
-        ValueError: another format than 1 or 2, or ``gather_on_root`` with format 2.
+        ValueError: another format, or ``gather_on_root`` with format 2.
+        NotImplementedError: format 1 with scaled states.
+        RuntimeError: with ``store_param_remainders``, if another optimizer has the parameters.
     """
     form = 2 if state_dict_format is None else state_dict_format
     if form not in (1, 2):
@@ -117,13 +127,16 @@ def group_starts(optimizer: Any) -> list[int]:
     return starts
 
 
-def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Take a state of either format, of torch.optim.AdamW or of FusedAdam; a collective call.
+def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Take a state, and the parameters if it has them; a collective call.
+
+    Args:
+        state_dict: of either format, of ``torch.optim.AdamW`` or FusedAdam; it is not changed.
 
     Raises:
-        ValueError: it does not fit the parameters, or its format is unknown. Nothing has changed,
-            on no rank.
-        RuntimeError: another rank refuses its state, or another optimizer has the parameters.
+        ValueError: it does not fit the parameters, is damaged, or its format is unknown.
+        RuntimeError: another rank refuses its state or has that of another step, or another
+            optimizer has the parameters. Nothing has changed then, on any rank.
     """
     check_owner(optimizer, "load_state_dict")
     optimizer.param_sync()
@@ -267,13 +280,8 @@ def _fill(optimizer: Any, entries: list[tuple[Tensor, dict[str, Any]]]) -> None:
             has_masters |= key == "param" and values is not None
             if values is None and key == "param":
                 values = param
-            flat = None if values is None else flat_like(param, values)
-            for fragment in optimizer.state[param].get("fragments", ()):
-                if not fragment.in_local_shard:
-                    continue
-                bucket = optimizer.state["buckets"][fragment.bucket_id]
-                begin, end = fragment.shard_param_range
-                part = torch.zeros(end - begin) if flat is None else flat[begin:end]
-                write(optimizer, bucket, fragment, key, part)
+            zeros = torch.zeros(()).expand(param.numel())
+            flat = zeros if values is None else flat_like(param, values)
+            write_all(optimizer, param, key, flat)
     if has_masters:
         send_parameters(optimizer)

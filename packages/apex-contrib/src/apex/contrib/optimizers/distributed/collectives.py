@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,15 @@ BLOCK = 1 << 16  # elements that are added and divided while they are in a cache
 # Newer names of all_gather_into_tensor and reduce_scatter_tensor, which warn where these exist.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def check_initialized(owner: str) -> None:
+    """Raise RuntimeError where torch.distributed is not initialized."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{owner}: torch.distributed is not initialized. Call "
+            "torch.distributed.init_process_group first, and start the script with torchrun."
+        )
 
 
 class Groups:
@@ -37,11 +46,7 @@ class Groups:
         redundant: dist.ProcessGroup | None,
         owner: str,
     ) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"{owner}: torch.distributed is not initialized. Call "
-                "torch.distributed.init_process_group first, and start the script with torchrun."
-            )
+        check_initialized(owner)
         self.all = dist.group.WORLD if process_group is None else process_group
         self.distributed = self.all if distributed is None else distributed
         self.redundant = redundant
@@ -312,6 +317,31 @@ def load_together(
             "changed."
         )
     take()
+
+
+def on_stream(owner: Any, index: int, *reads: Tensor) -> Any:
+    """Context: work goes to a side stream of an accelerator, behind what is queued now.
+
+    Args:
+        owner: has ``streams``, none on CPUs, and their ``device``.
+    """
+    if not owner.streams:
+        return nullcontext()
+    module = torch.get_device_module(owner.device)
+    stream = owner.streams[index % len(owner.streams)]
+    stream.wait_stream(module.current_stream())
+    for tensor in reads:
+        tensor.record_stream(stream)
+    return module.stream(stream)
+
+
+def join_stream(owner: Any, index: int, *results: Tensor) -> None:
+    """Make the current stream wait for a side stream, whose results it will read."""
+    if owner.streams:
+        current = torch.get_device_module(owner.device).current_stream()
+        current.wait_stream(owner.streams[index % len(owner.streams)])
+        for tensor in results:
+            tensor.record_stream(current)
 
 
 @contextmanager

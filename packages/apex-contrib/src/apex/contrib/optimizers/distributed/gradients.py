@@ -12,7 +12,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -23,8 +22,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
 from .arguments import NAME
-from .buffers import slots_of, zero_rest
-from .collectives import Reduction
+from .buffers import slots_of, zero_gradients, zero_rest
+from .collectives import Reduction, join_stream, on_stream
 from .layout import GradientBucket, GradientStatus, flat_like
 from .ownership import check_owner, check_sole_reducer
 from .plans import agree, trainable
@@ -32,7 +31,9 @@ from .plans import agree, trainable
 _PLACE, _DRAWBACKS = attrgetter("bucket_range"), attrgetter("layout", "requires_grad")
 
 
-def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
+def make_hook(
+    optimizer: Any, param: Tensor, param_group_id: int, param_id: int
+) -> Callable[..., None]:
     """What a parameter calls when autograd has added to its gradient."""
     owner, key = weakref.ref(optimizer), id(param)
 
@@ -51,7 +52,7 @@ def make_hook(optimizer: Any, param: Tensor) -> Callable[..., None]:
             if optimizer.greedy_grad_copy and not note_arrival(optimizer, param):
                 copy_gradient(optimizer, param)
                 if optimizer.overlap_grad_sync:
-                    try_start(optimizer, (param,), ignore_last_bucket=False)
+                    try_start(optimizer, (param,))
 
     return hook
 
@@ -74,7 +75,7 @@ def note_arrival(optimizer: Any, param: Tensor) -> bool:
     bucket.grads_generated.add(fragment)
     bucket.arrived.append(fragment)
     if len(bucket.grads_generated) == current.expected[fragment.bucket_id]:
-        try_start(optimizer, (), ignore_last_bucket=False)
+        try_start(optimizer)
     return True
 
 
@@ -202,12 +203,14 @@ def flush(bucket: GradientBucket) -> None:
     bucket.adding.clear()
 
 
-def try_start(optimizer: Any, params: Iterable[Tensor], ignore_last_bucket: bool) -> None:
-    """Note that gradients have arrived, and reduce the buckets that may leave."""
+def try_start(
+    optimizer: Any, params: Iterable[Tensor] | None = None, ignore_last_bucket: bool = False
+) -> None:
+    """Note that gradients of ``params`` are in buckets, and reduce the buckets that may leave."""
     last = len(optimizer.state["buckets"]) - 1 if ignore_last_bucket else None
     if not optimizer.plan_is_agreed:
         return
-    for param in params:
+    for param in params or ():
         for fragment in optimizer.fragments[id(param)]:
             bucket = optimizer.grads_buckets[fragment.bucket_id]
             if fragment in bucket.grads_generated:  # another pass has begun
@@ -356,8 +359,8 @@ def finish_bucket(optimizer: Any, bucket_id: int) -> None:
     optimizer.reducing.remove(bucket_id)
 
 
-def forget(optimizer: Any) -> None:
-    """Forget all gradients that are in buckets, reduced or not, and the pending scale."""
+def zero_grad(optimizer: Any, set_to_none: bool = False) -> None:
+    """Forget all gradients, reduced or not, and the pending scale."""
     check_owner(optimizer, "zero_grad")
     finish_all(optimizer)
     for bucket_id, buffer in optimizer._grad_buffers.items():
@@ -370,6 +373,7 @@ def forget(optimizer: Any) -> None:
     optimizer.found_inf.zero_()
     optimizer._dummy_overflow_buf.zero_()
     optimizer.note_gradients()
+    zero_gradients(optimizer, set_to_none)
 
 
 def is_filled(bucket: GradientBucket) -> bool:
@@ -378,14 +382,19 @@ def is_filled(bucket: GradientBucket) -> bool:
     return is_reduced or bool(bucket.written or bucket.arrived)
 
 
+def holds_gradients(optimizer: Any) -> bool:
+    """Whether there are gradients that no step has used, outside of ``param.grad``."""
+    return not optimizer.is_stepped and any(map(is_filled, optimizer.grads_buckets.values()))
+
+
 def finish_all(optimizer: Any) -> None:
     """Wait for all reductions."""
     while optimizer.reducing:
         finish_bucket(optimizer, optimizer.reducing[0])
 
 
-def sync(optimizer: Any) -> None:
-    """Have all gradients reduced; a collective call."""
+def grad_sync(optimizer: Any) -> None:
+    """Have all gradients copied and reduced; a collective call."""
     check_owner(optimizer, "grad_sync")
     agree(optimizer)
     for param in trainable(optimizer):
@@ -411,24 +420,3 @@ def is_own_view(optimizer: Any, param: Tensor) -> bool:
         return False
     slot = slots_of(optimizer, fragments[0].bucket_id)[fragments[0].bucket_range[0]]
     return slot.data_ptr() == param.grad.data_ptr()
-
-
-def on_stream(optimizer: Any, index: int, *reads: Tensor) -> Any:
-    """Context: work goes to a side stream of an accelerator, behind what is queued now."""
-    if not optimizer.streams:
-        return nullcontext()
-    module = torch.get_device_module(optimizer.device)
-    stream = optimizer.streams[index % len(optimizer.streams)]
-    stream.wait_stream(module.current_stream())
-    for tensor in reads:
-        tensor.record_stream(stream)
-    return module.stream(stream)
-
-
-def join_stream(optimizer: Any, index: int, *results: Tensor) -> None:
-    """Make the current stream wait for a side stream, whose results it will read."""
-    if optimizer.streams:
-        current = torch.get_device_module(optimizer.device).current_stream()
-        current.wait_stream(optimizer.streams[index % len(optimizer.streams)])
-        for tensor in results:
-            tensor.record_stream(current)

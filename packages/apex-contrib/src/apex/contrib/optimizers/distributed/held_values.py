@@ -76,6 +76,16 @@ def write(
 
 
 @torch.no_grad()
+def write_all(optimizer: Any, param: Tensor, key: str, flat: Tensor) -> None:
+    """Make ``flat``, in the parameter's order of memory, this rank's values of the parameter."""
+    for fragment in optimizer.state[param].get("fragments", ()):
+        if fragment.in_local_shard:
+            bucket = optimizer.state["buckets"][fragment.bucket_id]
+            values = flat[slice(*fragment.shard_param_range)]
+            write(optimizer, bucket, fragment, key, values)
+
+
+@torch.no_grad()
 def send_parameters(optimizer: Any) -> None:
     """Give all ranks the parameters of which each holds its share; a collective call."""
     for bucket_id, state in enumerate(optimizer.state["buckets"]):

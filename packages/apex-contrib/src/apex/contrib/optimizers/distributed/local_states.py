@@ -83,7 +83,7 @@ def save(optimizer: Any, gather_on_root: bool) -> dict[str, Any] | None:
     warnings.warn(
         f"{NAME}.state_dict: format 1 loads only with the same ranks and options; use format 2.",
         FutureWarning,
-        stacklevel=5,
+        stacklevel=3,
     )
     if optimizer.with_scaled_states:
         raise NotImplementedError(f"{NAME}.state_dict: format 1 has no scaled states; use 2.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,16 +16,23 @@ from .ownership import check_owner
 from .step import joined
 
 
-def local_square(optimizer: Any, params: Sequence[Tensor] | None) -> Tensor:
-    """The sum of squares of this rank's shards of reduced gradients, float64 without dimensions.
+def local_square(
+    optimizer: Any, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
+) -> Tensor:
+    """The square of the 2-norm of this rank's share of gradients; it has them reduced.
+
+    Returns:
+        float64, without dimensions.
 
     Raises:
         RuntimeError: a parameter is not the optimizer's.
     """
+    optimizer.grad_sync()
     spans: dict[int, list[tuple[int, int]]] = {}
-    if params is None:
+    if parameters is None:
         fragments = [f for b in optimizer.state["buckets"] for f in b.local_fragments()]
     else:
+        params = list(parameters)
         for param in params:
             optimizer.position_of(param)
         fragments = [f for p in params for f in optimizer.state[p].get("fragments", ())]
@@ -45,10 +52,27 @@ def local_square(optimizer: Any, params: Sequence[Tensor] | None) -> Tensor:
     return total
 
 
-def norm(
-    optimizer: Any, parameters: Iterable[Tensor] | None, norm_type: float, force: bool
+@torch.no_grad()
+def grad_norm(
+    optimizer: Any,
+    parameters: Iterable[Tensor] | None = None,
+    norm_type: float = 2.0,
+    force: bool = False,
 ) -> Tensor:
-    """The 2-norm of gradients as the step will see them; a collective call unless it is known."""
+    """The 2-norm of the reduced gradients, with the pending scale; a collective call.
+
+    Args:
+        parameters: by default all, whose norm is kept until gradients change.
+        norm_type: 2.
+        force: compute it anew.
+
+    Returns:
+        float32, without dimensions.
+
+    Raises:
+        ValueError: another ``norm_type``.
+        RuntimeError: a parameter is not this optimizer's.
+    """
     check_owner(optimizer, "grad_norm")
     if norm_type != 2:
         raise ValueError(f"{NAME}.grad_norm: norm_type must be 2, got {norm_type}.")
@@ -65,8 +89,21 @@ def norm(
     return known * optimizer._grad_scale
 
 
-def clip(optimizer: Any, max_norm: float, parameters: Any, norm_type: float) -> Tensor:
-    """Multiply the pending scale so that the norm is at most ``max_norm``; returns the norm."""
+@torch.no_grad()
+def clip_grad_norm(
+    optimizer: Any,
+    max_norm: float,
+    parameters: Iterable[Tensor] | None = None,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """Have the step scale all gradients so that their norm is at most ``max_norm``.
+
+    Returns:
+        The norm before that.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive, or another ``norm_type``.
+    """
     if not max_norm > 0:
         raise ValueError(f"{NAME}.clip_grad_norm: max_norm must be > 0, got {max_norm}.")
     total = optimizer.grad_norm(parameters=parameters, norm_type=norm_type)
@@ -79,14 +116,18 @@ def state_of(optimizer: Any, grad_scaler: Any) -> dict[str, Any]:
     return grad_scaler._per_optimizer_states[id(optimizer)]
 
 
-def unscale(
-    optimizer: Any, args: tuple[Any, ...], inv_scale: Any, grad_scaler: Any
+@torch.no_grad()
+def unscale_grads(
+    optimizer: Any, *args: Any, inv_scale: Any = None, grad_scaler: Any = None
 ) -> dict[torch.device, Tensor]:
-    """Multiply the pending scale by the scaler's inverse; says whether gradients are finite.
+    """Have the step multiply gradients by the inverse of a loss scale.
+
+    Returns:
+        By device, 1.0 if some gradient of some rank is not finite, else 0.0.
 
     Raises:
-        ValueError: not exactly one of both is given.
-        RuntimeError: the scaler has no scale yet, or has unscaled these gradients.
+        ValueError: not exactly one of ``inv_scale`` and ``grad_scaler`` is given.
+        RuntimeError: ``grad_scaler`` has no scale yet, or has unscaled these gradients.
     """
     if args and inv_scale is None:
         inv_scale = args[0]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import NAME, check_group
-from .collectives import all_gather
-from .gradients import join_stream, on_stream
+from .collectives import all_gather, join_stream, on_stream
 from .layout import ParameterFragment, ParameterStatus, flat_view, shaped_view
 from .norms import has_overflow
 from .ownership import check_owner
@@ -125,6 +124,12 @@ def is_waiting(optimizer: Any, fragment: ParameterFragment) -> bool:
     return bucket is not None and ids_of(fragment) not in bucket.params_updated
 
 
+def param_sync(optimizer: Any) -> None:
+    """Have all new parameters arrive."""
+    for bucket_id in list(optimizer._params_buckets):
+        finish_gather(optimizer, bucket_id)
+
+
 def check_was_current(optimizer: Any, param: Tensor) -> None:
     """Raise RuntimeError if ``param`` was used before its new value had arrived."""
     fragments = optimizer.state[param]["fragments"] if optimizer._params_buckets else ()
@@ -185,9 +190,9 @@ def leading_bytes(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def check_shard_dtypes(optimizer: Any, buckets: dict[int, Any]) -> None:
+def check_shard_dtypes(optimizer: Any, params_buckets: dict[int, Any]) -> None:
     """Bring new shards into the dtype in which they are sent."""
-    for bucket_id, bucket in buckets.items():
+    for bucket_id, bucket in params_buckets.items():
         state = optimizer.state["buckets"][bucket_id]
         shard, sync = bucket.params_shard, state.param_sync_dtype
         if shard.dtype == sync:
@@ -203,13 +208,16 @@ def check_shard_dtypes(optimizer: Any, buckets: dict[int, Any]) -> None:
         bucket.params_shard = sent
 
 
-def make_param_buffers(optimizer: Any) -> None:
-    """Make all parameters views of flat buffers, one for each combination of dtypes.
+@torch.no_grad()
+def init_param_buffer(optimizer: Any) -> None:
+    """Make all parameters views of flat buffers, in which they are received.
 
     Raises:
         RuntimeError: a parameter is of another dtype than it is sent in, and those are no integers
             of its size. Nothing has changed then.
     """
+    optimizer.contiguous_param_buffer = True
+    optimizer.init_params()
     sizes: dict[Any, int] = {}
     for bucket in optimizer.state["buckets"]:
         end = bucket.contiguous_buffer_offset + bucket.bucket_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,28 +76,59 @@ def agree(optimizer: Any) -> None:
     optimizer.plan_is_agreed = True
 
 
-def init_params(optimizer: Any, params: Any, dtypes: tuple[torch.dtype | None, ...]) -> None:
-    """Give buckets to those of ``params`` that have none and are the optimizer's.
+def init_params(
+    optimizer: Any,
+    params: Tensor | Iterable[Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    grad_sync_dtype: torch.dtype | None = None,
+    param_sync_dtype: torch.dtype | None = None,
+) -> None:
+    """Give buckets to parameters that have none; all ranks in the same order.
 
     Args:
-        params: None stands for all that require gradients, from the model's end to its begin.
-        dtypes: of state, gradients and parameters sent; None is the constructor's.
+        params: by default all that require gradients, from the model's end to its begin, which
+            is about the order of their gradients. Those of others are ignored.
+        dtype: the constructor's or None.
+        grad_sync_dtype, param_sync_dtype: instead of the constructor's.
+
+    Raises:
+        ValueError: ``dtype`` is another, or gradients cannot be sent so.
     """
     if params is None:
         params = reversed(trainable(optimizer))
     elif isinstance(params, Tensor):
         params = [params]
-    names = ("dtype", "grad_sync_dtype", "param_sync_dtype")
-    resolved = resolve_dtypes(optimizer, *dtypes)
+    # By name, because NeMo's methods in place of these take them so.
+    dtypes = _by_name(dtype, grad_sync_dtype, param_sync_dtype)
+    resolved = resolve_dtypes(optimizer, **dtypes)
     new = [p for p in params if optimizer.owns(p) and "fragments" not in optimizer.state[p]]
     if len(new) > 1:  # one parameter alone may be the first of many
         plan_ahead(optimizer, new, resolved, is_all=True)
     for param in new:
-        where = optimizer.position_of(param)
-        optimizer._init_param_state(param, *where, **dict(zip(names, dtypes, strict=True)))
+        optimizer._init_param_state(param, *optimizer.position_of(param), **dtypes)
     optimizer.planned.clear()
     if new:
         warn_of_empty_buckets(optimizer)
+
+
+def init_params_bucket(
+    optimizer: Any,
+    params: Tensor | Iterable[Tensor],
+    dtype: torch.dtype | None = None,
+    grad_sync_dtype: torch.dtype | None = None,
+    param_sync_dtype: torch.dtype | None = None,
+) -> None:
+    """Give parameters buckets of their own, which are sent when all of them are there."""
+    params = [params] if isinstance(params, Tensor) else list(params)
+    for bucket in optimizer.state["buckets"]:
+        bucket.able_to_fill = False
+    new = [p for p in params if optimizer.owns(p) and "fragments" not in optimizer.state[p]]
+    optimizer.init_params(new, **_by_name(dtype, grad_sync_dtype, param_sync_dtype))
+    close_buckets(optimizer, new)
+
+
+def _by_name(*dtypes: torch.dtype | None) -> dict[str, torch.dtype | None]:
+    return dict(zip(("dtype", "grad_sync_dtype", "param_sync_dtype"), dtypes, strict=True))
 
 
 def warn_of_empty_buckets(optimizer: Any) -> None:
@@ -112,7 +143,7 @@ def warn_of_empty_buckets(optimizer: Any) -> None:
         warnings.warn(
             f"Only {filled / room:.1%} of buckets are used. Consider decreasing the bucket_cap_mb "
             "argument.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
@@ -167,8 +198,19 @@ def resolve_dtypes(
     return optimizer.dtype, grads, params
 
 
-def add_parameter(optimizer: Any, param: Tensor, where: tuple[int, int], dtypes: Dtypes) -> None:
-    """Give buckets to a parameter, and take its value into this rank's shards."""
+def init_param_state(
+    optimizer: Any,
+    param: Tensor,
+    param_group_id: int,
+    param_id: int,
+    dtype: torch.dtype | None = None,
+    grad_sync_dtype: torch.dtype | None = None,
+    param_sync_dtype: torch.dtype | None = None,
+) -> None:
+    """Give buckets to one parameter, if it has none, and take its value into this rank's shards."""
+    if "fragments" in optimizer.state[param]:
+        return
+    dtypes = resolve_dtypes(optimizer, dtype, grad_sync_dtype, param_sync_dtype)
     if optimizer.store_param_remainders and param.dtype != torch.bfloat16:
         raise RuntimeError(
             f"{NAME}: store_param_remainders=True is for bfloat16 parameters, got a parameter of "
@@ -184,7 +226,7 @@ def add_parameter(optimizer: Any, param: Tensor, where: tuple[int, int], dtypes:
         bucket = buckets[piece.bucket_id]
         begin = bucket.shard_size * optimizer.distributed_rank
         fragment = make_fragment(
-            (*where, piece.bucket_id),
+            (param_group_id, param_id, piece.bucket_id),
             piece.param_range,
             piece.bucket_start,
             (begin, begin + bucket.shard_size),
@@ -194,7 +236,10 @@ def add_parameter(optimizer: Any, param: Tensor, where: tuple[int, int], dtypes:
         fragments.append(fragment)
     optimizer.state[param]["fragments"] = optimizer.fragments[id(param)] = fragments
     optimizer.plan_is_agreed = False
-    take_values(optimizer, param, flat_view(param))
+    if optimizer.store_params:
+        from .held_values import write_all  # which needs this module
+
+        write_all(optimizer, param, "param", flat_view(param))
 
 
 def new_bucket(optimizer: Any, size: int, dtypes: Dtypes) -> StateBucket:
@@ -220,22 +265,6 @@ def new_bucket(optimizer: Any, size: int, dtypes: Dtypes) -> StateBucket:
         optimizer.store_params,
         optimizer.store_param_remainders,
     )
-
-
-@torch.no_grad()
-def take_values(optimizer: Any, param: Tensor, flat: Tensor) -> None:
-    """Make ``flat``, in the parameter's order of memory, this rank's values of the parameter."""
-    from . import scaling
-
-    for fragment in optimizer.state[param]["fragments"]:
-        if not fragment.in_local_shard:
-            continue
-        bucket = optimizer.state["buckets"][fragment.bucket_id]
-        values = flat[slice(*fragment.shard_param_range)]
-        if optimizer.with_scaled_states:
-            scaling.store(bucket, fragment, 0, values)
-        elif bucket.params_shard is not None:
-            bucket.params_shard[slice(*fragment.shard_range)].copy_(values)
 
 
 def close_buckets(optimizer: Any, params: Sequence[Tensor]) -> None:

@@ -30,7 +30,6 @@ def prepare(optimizer: Any, given: dict[str, Any]) -> None:
         given: the constructor's arguments.
     """
     keep_from_tracing(type(optimizer))
-    optimizer.args_dict = given
     for name in _KEPT:
         setattr(optimizer, name, given[name])
     optimizer.grad_sync_dtype = given["grad_sync_dtype"] or given["dtype"]
@@ -140,6 +139,7 @@ def add_group(optimizer: Any) -> None:
     listen(optimizer, group)
 
 
+@torch.no_grad()
 def broadcast_parameters(optimizer: Any) -> None:
     """Give all ranks the parameters of the first one.
 

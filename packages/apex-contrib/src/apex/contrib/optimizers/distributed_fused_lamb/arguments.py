@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,19 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._shared.native.errors import check_is_no_module
+from ..distributed.arguments import check_group as in_range
 from ..distributed.arguments import count_of
+from ..distributed.collectives import odd_ranks
 
 NAME = "DistributedFusedLAMB"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def check_process_group() -> None:
-    """Raise RuntimeError where torch.distributed is not initialized."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"{NAME}: torch.distributed is not initialized. Call "
-            "torch.distributed.init_process_group first, and start the script with torchrun."
-        )
 
 
 def check_options(given: dict[str, Any], params: Any) -> None:
@@ -45,29 +37,13 @@ def check_options(given: dict[str, Any], params: Any) -> None:
 
 def check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for a hyper-parameter that is out of range, TypeError for a parameter."""
-    for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
-        if not isinstance(group[name], Tensor) and not group[name] >= 0:
-            raise ValueError(f"{NAME}: {name} must be >= 0, got {group[name]}.")
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"{NAME}: betas must be two numbers in [0, 1), got {group['betas']}.")
+    in_range(group, NAME, ("lr", "eps", "weight_decay", "max_grad_norm"))
     for param in group["params"]:
         if param.dtype not in _DTYPES or param.layout != torch.strided:
             raise TypeError(
                 f"{NAME}: params must be dense and float32, float16 or bfloat16, got "
                 f"{param.dtype} of layout {param.layout}."
             )
-
-
-def device_of(params: Sequence[Tensor]) -> torch.device:
-    """The one device of all parameters.
-
-    Raises:
-        ValueError: there is none, or more than one.
-    """
-    devices = {param.device for param in params}
-    if len(devices) != 1:
-        raise ValueError(f"{NAME}: params must be on one device, got {sorted(map(str, devices))}.")
-    return devices.pop()
 
 
 def check_alike(params: Sequence[Tensor], options: dict[str, Any]) -> None:
@@ -77,11 +53,7 @@ def check_alike(params: Sequence[Tensor], options: dict[str, Any]) -> None:
         RuntimeError: on every rank, if some rank has others.
     """
     facts = [[(tuple(p.shape), p.dtype) for p in params], sorted(map(str, options.items()))]
-    digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
-    both = torch.tensor([digest, -digest], device=params[0].device)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    largest, smallest = both[0].item(), -both[1].item()
-    if largest != smallest:
+    if odd_ranks(facts, dist.group.WORLD, params[0].device):
         raise RuntimeError(
             f"{NAME}: the parameters or options of some ranks differ from those of others. All "
             "ranks must build the same model and give the same arguments, in the same order."

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ..distributed.collectives import Groups
+from .arguments import NAME
+
 __all__ = ["NodeGroups", "get_process_group_ranks"]
 
 
@@ -16,10 +19,11 @@ def get_process_group_ranks(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
-class NodeGroups:
+class NodeGroups(Groups):
     """The groups of this rank; each kind several times, so that blocks may be under way at once.
 
-    Every rank has to make them, in the same order.
+    Every rank has to make them, in the same order. They stand in place of the base class's
+    ``distributed`` and ``redundant``.
 
     Args:
         node_size: ranks per node, whose consecutive ranks share the optimizer's state; 0: as many
@@ -41,19 +45,19 @@ class NodeGroups:
         full_ar: bool,
         channels: int,
     ) -> None:
-        self.world, self.rank = dist.get_world_size(), dist.get_rank()
-        self.shards = node_size or min(_local_devices(device, self.world), self.world)
-        if self.world % self.shards:
+        super().__init__(None, None, None, NAME)
+        self.shards = node_size or min(_local_devices(device, self.size), self.size)
+        if self.size % self.shards:
             raise ValueError(
-                f"DistributedFusedLAMB: dwu_group_size must divide the number of ranks, "
-                f"{self.world}, got {self.shards}."
+                f"{NAME}: dwu_group_size must divide the number of ranks, {self.size}, got "
+                f"{self.shards}."
             )
-        self.shard = self.rank % self.shards
-        nodes = self.world // self.shards
-        within = [list(range(n * self.shards, (n + 1) * self.shards)) for n in range(nodes)]
-        between = [list(range(s, self.world, self.shards)) for s in range(self.shards)]
+        self.copies = self.size // self.shards
+        self.copy, self.shard = divmod(self.rank, self.shards)
+        within = [list(range(n * self.shards, (n + 1) * self.shards)) for n in range(self.copies)]
+        between = [list(range(s, self.size, self.shards)) for s in range(self.shards)]
         self.within = self._made(counts[0], within)
-        everyone = [list(range(self.world))]
+        everyone = [list(range(self.size))]
         self.between = self._made(counts[1], everyone if full_ar else between)
         self.gathering = self.within
         if counts[2]:

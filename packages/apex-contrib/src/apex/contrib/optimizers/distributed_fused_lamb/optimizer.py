@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,28 +13,40 @@ from torch import Tensor
 from ..._shared.native.writes import keep_from_tracing
 from ...clip_grad.ops import clip_grad_total_norm
 from ..distributed import ownership
-from ..distributed.collectives import load_together
+from ..distributed.arguments import sole_device
+from ..distributed.collectives import broadcast, check_initialized, load_together
+from ..given_lists import loss_of
 from .arguments import (
     NAME,
     buffer_dtype,
     check_alike,
     check_group,
     check_options,
-    check_process_group,
     checked_step,
-    device_of,
     ordered,
     scale_of,
 )
-from .counter import AtomicCounter
-from .gradients import GradientBuffer
+from .gradients import GradientBuffer, Reductions
 from .groups import NodeGroups
 from .layout import Layout
-from .parameters import ParameterBuffer, broadcast
-from .reductions import Reductions
+from .parameters import ParameterBuffer
 from .shards import Numbers, Shards
 
 __all__ = ["DistributedFusedLAMB"]
+
+
+class AtomicCounter:
+    """A number that several threads may raise."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def add(self, n: int) -> int:
+        """Add ``n``; return the new value."""
+        with self._lock:
+            self.value += n
+            return self.value
 
 
 class DistributedFusedLAMB(torch.optim.Optimizer):
@@ -153,7 +166,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
         check_options(given, params)
-        check_process_group()
+        check_initialized(NAME)
         self._shards: Shards | None = None
         names = ("lr", "bias_correction", "grad_averaging", "betas", "eps", "weight_decay")
         keep_from_tracing(type(self))
@@ -164,7 +177,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             [p for group in self.param_groups for p in group["params"] if p.requires_grad],
             param_order,
         )
-        device = device_of(self._own_params)
+        device = sole_device(self._own_params, NAME, ValueError)
         compared = {k: v for k, v in given.items() if k not in ("lr", "param_order", "verbose")}
         check_alike(self._own_params, compared)
         self._successor: str | None = None  # an optimizer that took over parameters
@@ -179,7 +192,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._is_reduced = self._has_begun = self._resume_from_checkpoint = False
         self._steps = torch.zeros(1, dtype=torch.int32, device=device)
         with torch.no_grad():
-            broadcast(self._own_params)
+            broadcast(self._own_params, self._groups)
         self._plan()
 
     def _plan(self) -> None:
@@ -189,7 +202,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         blocks, chunks = given["dwu_num_blocks"], given["dwu_num_chunks"]
         self._layout = layout = Layout(numels, blocks, chunks, groups.shards)
         self._dtype = buffer_dtype(params, given["set_param_views_to_flat_buffer"])
-        factor = 1.0 if given["fuse_scale"] else 1 / groups.world
+        factor = 1.0 if given["fuse_scale"] else 1 / groups.size
         self._gradients = GradientBuffer(params, layout, factor, self._dtype)
         self._own_grads = torch.zeros(layout.own, dtype=self._dtype, device=params[0].device)
         self._reductions = Reductions(
@@ -217,7 +230,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         It is done once; :meth:`step` does it by itself. All ranks call it.
         """
         if self._shards is None:
-            broadcast(self._own_params)
+            broadcast(self._own_params, self._groups)
             self._init_state()
 
     def _lazy_init_stage2(self) -> None:
@@ -233,14 +246,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         are_views = given["set_param_views_to_flat_buffer"]
         self._new_params = ParameterBuffer(params, self._layout, groups, dtype, are_views)
         flat = self._new_params.flat
-        shards = Shards(params, self._layout, groups, self._own_grads, flat)
-        shards.fill()
-        index = {id(param): i for i, param in enumerate(params)}
-        self._members = [
-            (group, {index[id(p)] for p in group["params"] if id(p) in index})
-            for group in self.param_groups
-        ]
-        self._shards = shards
+        self._shards = Shards(
+            params, self.param_groups, self._layout, groups, self._own_grads, flat
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only the constructor does: the layout is fixed.
@@ -272,12 +280,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._given_lr = (lr.reshape(1), None)
 
     def _own_lr(self) -> Tensor | None:
-        if self._given_lr is None:
-            return None
-        lr, version = self._given_lr
-        if version == lr._version:
-            self._given_lr = None
-            return None
+        lr, version = self._given_lr or (None, None)
+        if lr is not None and lr._version == version:  # it was only read
+            self._given_lr = lr = None
         return lr
 
     def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
@@ -350,19 +355,16 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         else:
             self._grad_norm = clip_grad_total_norm([self._gradients.flat], 2.0)
             if not self._options["fuse_scale"]:
-                self._grad_norm *= self._groups.world
+                self._grad_norm *= self._groups.size
         self._is_reduced = True
 
     def _reduce(self) -> Tensor:
         """Finish all reductions; return the norm of the reduced gradient, float64 ``[1]``."""
         for block in range(self._reductions.next_block, -1, -1):
             self._pipeline_block_reductions(block)
-        norms, fuses = [], self._options["fused_norm"]
-        for own in self._reductions.finish():
-            if fuses:
-                norms.append(clip_grad_total_norm([own], 2.0))
-        if not fuses:
-            norms.append(clip_grad_total_norm([self._own_grads], 2.0))
+        fuses, blocks = self._options["fused_norm"], self._reductions.finish()
+        norms = [clip_grad_total_norm([own], 2.0) for own in blocks if fuses]
+        norms = norms or [clip_grad_total_norm([self._own_grads], 2.0)]
         square = torch.cat(norms).square().sum().reshape(1)
         self._init_state()
         self._shards.add_up(square)
@@ -388,10 +390,7 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             RuntimeError: ``grad_scaler.unscale_`` was called; ``max_grad_norm`` clips instead.
         """
         ownership.check_owner(self, "step")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if grad_scaler is not None and not grad_scaler.is_enabled():
             grad_scaler = None
         scale = self._global_scale if grad_scaler is None else scale_of(self, grad_scaler)
@@ -423,15 +422,11 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
             norm * inv_scale if clips else None,
         )
         modes = {name: self._options[name] for name in ("adam_w_mode", "use_nvlamb")}
-        self._shards.step(self._members, numbers, **modes)
+        self._shards.step(numbers, **modes)
         self._steps += (found_inf == 0).int()
         if not self._options["skip_allgather"]:
             self._new_params.gather()
             self._new_params.write(found_inf)
-
-    def _forget(self) -> None:
-        self._gradients.forget()
-        self._is_reduced = self._has_begun = False
 
     @torch.no_grad()
     def gather_params(self) -> None:
@@ -450,9 +445,9 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
     def _finish_under_way(self) -> None:
         """Wait for blocks that backward passes have started, and forget what they give."""
         if self._has_begun and not self._is_reduced:  # some ranks may have started blocks
-            for _ in self._reductions.finish():
-                pass
-        self._forget()
+            list(self._reductions.finish())
+        self._gradients.forget()
+        self._is_reduced = self._has_begun = False
 
     def _holds_gradients(self) -> bool:
         """Gradients are in the parameters, too, where another optimizer finds them."""
@@ -464,13 +459,8 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         It fits the same rank of as many ranks with the same parameters and options.
         """
         self._init_state()
-        shards = self._shards
-        return {
-            "step": self._steps.clone(),
-            "fp32_p": shards.p.clone(),
-            "fp32_m": shards.m.clone(),
-            "fp32_v": shards.v.clone(),
-        }
+        parts = {f"fp32_{name}": part.clone() for name, part in self._shards.parts.items()}
+        return {"step": self._steps.clone(), **parts}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -496,5 +486,5 @@ class DistributedFusedLAMB(torch.optim.Optimizer):
         self._init_state()
         self._resume_from_checkpoint = True
         self._steps.fill_(step)
-        for own, name in ((self._shards.p, "p"), (self._shards.m, "m"), (self._shards.v, "v")):
-            own.copy_(state_dict[f"fp32_{name}"])
+        for name, part in self._shards.parts.items():
+            part.copy_(state_dict[f"fp32_{name}"])

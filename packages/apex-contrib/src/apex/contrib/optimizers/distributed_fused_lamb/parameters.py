@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..._shared.native.writes import call_counted
-from ..distributed.collectives import all_gather_single
+from ..distributed.collectives import Works, all_gather_single
 from ..given_lists import Batches
 from ..legacy_adam import cast_unless
 from .groups import NodeGroups
 from .layout import Layout
 
-__all__ = ["ParameterBuffer", "broadcast"]
-
-_BROADCAST_BYTES = 25 << 20
+__all__ = ["ParameterBuffer"]
 
 
 class ParameterBuffer:
@@ -51,15 +48,14 @@ class ParameterBuffer:
     def gather(self) -> None:
         """Collect the own parts of the other ranks of the node, in place."""
         groups, layout = self._groups.gathering, self._layout
-        works = []
+        works = Works()
         pieces = self.flat.view(torch.uint8).chunk(layout.blocks * layout.chunks)
         for piece, chunk in enumerate(pieces):
             if groups:
                 own = chunk.chunk(layout.shards)[self._groups.shard]
                 group = groups[piece % len(groups)]
                 works.append(all_gather_single(chunk, own, group, async_op=True))
-        for work in works:
-            work.wait()
+        works.wait()
 
     def write(self, found_inf: Tensor | None = None) -> None:
         """Write the buffer to the parameters, unless ``found_inf``, one number, is not 0."""
@@ -77,22 +73,3 @@ class ParameterBuffer:
                 param.copy_(new)
         for _, (parts, params) in batches:
             call_counted(cast_unless, parts, params, flag)
-
-
-def broadcast(params: Sequence[Tensor]) -> None:
-    """Overwrite parameters by those of rank 0, several in one message."""
-    if dist.get_world_size() == 1:
-        return
-    batch: list[Tensor] = []
-    for i, param in enumerate(params):
-        batch.append(param)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
-        is_last = i + 1 == len(params) or params[i + 1].dtype != param.dtype
-        if not is_last and size < _BROADCAST_BYTES:
-            continue
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
-        if flat.numel():
-            dist.broadcast(flat.view(torch.uint8), 0)
-        for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
-        batch = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,11 @@ class Numbers(NamedTuple):
 class Shards:
     """Own parts of masters and moments, each one flat float32 tensor of the layout's ``own`` size.
 
+    ``parts`` has them by name: ``p``, ``m`` and ``v``.
+
     Args:
         params: in the layout's order.
+        param_groups: the optimizer's, whose numbers each step reads anew.
         grads: this rank's part of the reduced gradients.
         copies: the buffer in the layout to which new parameters are written, own part only.
     """
@@ -39,76 +42,66 @@ class Shards:
     def __init__(
         self,
         params: Sequence[Tensor],
+        param_groups: Sequence[dict[str, Any]],
         layout: Layout,
         groups: NodeGroups,
         grads: Tensor,
         copies: Tensor,
     ) -> None:
-        self._groups = groups
-        self._fragments = list(layout.fragments(groups.shard))
-        device = grads.device
-        self.p, self.m, self.v = (torch.zeros(layout.own, device=device) for _ in "pmv")
-        self._owners = torch.tensor([f.param for f in self._fragments], device=device)
-        self._squares = torch.zeros(len(params), 2, dtype=torch.float64, device=device)
-        self._lists = [
-            [flat[f.own : f.own + f.numel] for f in self._fragments]
-            for flat in (self.p, grads, self.m, self.v)
-        ]
-        self._copies = [copies[f.flat : f.flat + f.numel] for f in self._fragments]
-        self._params, self._offsets = params, layout.offsets
+        self._groups, self._device = groups, grads.device
+        self.parts = {name: torch.zeros(layout.own, device=self._device) for name in "pmv"}
+        masters, *moments = self.parts.values()
+        self._squares = torch.zeros(len(params), 2, dtype=torch.float64, device=self._device)
+        self._launches = []  # of each group that has some: itself, their parameters, the lists
+        fragments = layout.fragments(groups.shard)
+        group_of = {id(param): group for group in param_groups for param in group["params"]}
+        for group in param_groups:
+            own = [f for f in fragments if group_of[id(params[f.param])] is group]
+            flats = (masters, grads, *moments)
+            lists = [[flat[f.own : f.own + f.numel] for f in own] for flat in flats]
+            lists.append([copies[f.flat : f.flat + f.numel] for f in own])
+            owners = torch.tensor([f.param for f in own], dtype=torch.int64, device=self._device)
+            if own:
+                self._launches.append((group, owners, lists))
+        for f in fragments:  # masters are those of the parameters
+            begin = f.flat - layout.offsets[f.param]
+            flat = params[f.param].detach().reshape(-1)
+            masters[f.own : f.own + f.numel] = flat[begin : begin + f.numel]
 
-    def fill(self) -> None:
-        """Take the masters from the parameters."""
-        for fragment, master in zip(self._fragments, self._lists[0], strict=True):
-            begin = fragment.flat - self._offsets[fragment.param]
-            flat = self._params[fragment.param].detach().reshape(-1)
-            master.copy_(flat[begin : begin + fragment.numel])
-
-    def step(self, groups: Sequence[tuple[dict[str, Any], set[int]]], numbers: Numbers, **options):
+    def step(self, numbers: Numbers, **options: bool) -> None:
         """One LAMB step; norms of whole parameters are added up over the ranks of the node.
 
         Args:
-            groups: the optimizer's, with the indices of their parameters in the layout's order.
             options: adam_w_mode and use_nvlamb.
         """
-        chosen = list(self._chosen(groups))
-        squares = [self._squares.new_zeros(len(own), 2) for _, own in chosen]
-        for (group, own), terms in zip(chosen, squares, strict=True):
-            self._launch(group, own, numbers, terms, 1, **options)
+        squares = [self._squares.new_zeros(len(owners), 2) for _, owners, _ in self._launches]
+        for (group, _, lists), terms in zip(self._launches, squares, strict=True):
+            self._launch(group, lists, numbers, terms, 1, **options)
         self._squares.zero_()
-        owners = [self._owners[own] for _, own in chosen]
-        for own, terms in zip(owners, squares, strict=True):
-            self._squares.index_add_(0, own, terms)
+        for (_, owners, _), terms in zip(self._launches, squares, strict=True):
+            self._squares.index_add_(0, owners, terms)
         self.add_up(self._squares)
-        for (group, own), params in zip(chosen, owners, strict=True):
-            self._launch(group, own, numbers, self._squares[params], 2, **options)
+        for group, owners, lists in self._launches:
+            self._launch(group, lists, numbers, self._squares[owners], 2, **options)
 
     def add_up(self, terms: Tensor) -> None:
         """Add up a tensor over the ranks of the node."""
         if self._groups.within:
             dist.all_reduce(terms, group=self._groups.within[0])
 
-    def _chosen(self, groups: Any) -> Iterator[tuple[dict[str, Any], list[int]]]:
-        """Each group that has fragments here, with their indices."""
-        for group, members in groups:
-            own = [i for i, fragment in enumerate(self._fragments) if fragment.param in members]
-            if own:
-                yield group, own
-
     def _launch(
         self,
         group: dict[str, Any],
-        own: list[int],
+        lists: list[list[Tensor]],
         numbers: Numbers,
         squares: Tensor,
         only_pass: int,
         adam_w_mode: bool,
         use_nvlamb: bool,
     ) -> None:
-        lists = [[tensors[i] for i in own] for tensors in (*self._lists, self._copies)]
         lr, device_lr = group["lr"], numbers.lr
         if device_lr is None and isinstance(lr, Tensor):
-            device_lr = lr.to(self.p.device, torch.float32).reshape(1)
+            device_lr = lr.to(self._device, torch.float32).reshape(1)
         call_counted(
             lamb_step,
             *lists,
