@@ -1,7 +1,7 @@
 """Compiles a GPU kernel at its first launch, for the card at hand, keeps it, and loads it.
 
 A library for ``gpu-rtc`` has the host's half of ops alone (``apex/rtc/host.h``), and serves every
-card of NVIDIA and AMD, CUDA 12 and 13 and ROCm 5 to 7. It asks here for each kernel that it
+card of NVIDIA and AMD, CUDA 12 and 13 and ROCm. It asks here for each kernel that it
 launches first: NVRTC or HIPRTC compiles it from the headers that the op includes, and the driver
 loads it. What was compiled lies in the cache, by the rules of :mod:`.trust`; where it cannot lie
 there, every process compiles anew.
@@ -152,7 +152,8 @@ def compiled(
     """
     unit, name = kernel.unit.decode(), expression(kernel.name.decode())
     state = hashlib.sha256(_headers(_source_of(unit, op_folders))[1])
-    state.update(repr((compiler.options, name, kernel.parameter_bytes)).encode())
+    given = (compiler.options, compiler.first_line, name, kernel.parameter_bytes)
+    state.update(repr(given).encode())
     kind = f"{compiler.prefix}-{compiler}-{architecture}"
     key = f"{kind}/{unit}-{state.hexdigest()[:32]}.kernel"
     with _lock:
