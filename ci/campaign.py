@@ -8,6 +8,7 @@ one archive, dist/campaign.tar.xz. It travels with the checkout to the machine w
 NVRTC compiles the kernels that are measured. What is compiled here is kept in .nox/campaign.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -148,9 +149,18 @@ def compile_all(variants: list[Variant], work: Path) -> Path:
         ):
             print(f"{variant.folder}: {variant.constants or 'as it is'}", flush=True)
     listed = [vars(v) | {"folder": v.folder} for v in variants]
-    plan = {"headers": headers_digest(), "variants": listed}
+    plan = {"sources": sources_digest(), "variants": listed}
     (output / PLAN).write_text(json.dumps(plan, indent=1))
     return output
+
+
+def sources_digest() -> str:
+    """Identify headers and ops: both halves of a kernel must come from the same."""
+    state = hashlib.sha256(headers_digest().encode())
+    for file in sorted(p for end in ("cpp", "h") for p in ROOT.glob(f"packages/*/src/**/*.{end}")):
+        if "_shared" not in file.parts:
+            state.update(file.name.encode() + file.read_bytes())
+    return state.hexdigest()[:16]
 
 
 def pack(output: Path, archive: Path) -> None:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import griffe
 
-from ci import dirty, docs_menu
+from ci import dirty, docs_menu, docs_methods
 from ci.docs_text import markdown
 from ci.workspace import MATRIX, PACKAGES, ROOT, tomllib
 
 
 def load(sources: Path) -> griffe.ModulesCollection:
-    loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
+    extensions = griffe.load_extensions(docs_methods.TakenMethods())
+    loader = griffe.GriffeLoader(
+        search_paths=[sources], allow_inspection=False, extensions=extensions
+    )
     for name in sorted({path.stem for path in sources.iterdir()}):
         loader.load(name)
     loader.resolve_aliases(implicit=False, external=False)

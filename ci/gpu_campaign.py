@@ -67,15 +67,15 @@ def unpack(archive: Path, folder: Path) -> None:
     """Unpack the variants, and make of each an installation of the checkout's packages.
 
     Raises:
-        InstallError: the archive was made from other headers than are here.
+        InstallError: the archive was made from other sources than are here.
     """
-    from native.build import headers_digest
+    from ci.campaign import sources_digest
 
     shutil.unpack_archive(archive, folder, filter="data")
     plan = json.loads((folder / PLAN).read_text())
-    if plan["headers"] != headers_digest():
+    if plan.get("sources") != sources_digest():
         raise gpu_install.InstallError(
-            f"{archive} was made from other headers than this checkout has. Make it anew: "
+            f"{archive} was made from other sources than this checkout has. Make it anew: "
             "nox -s gpu_wheels -- --campaign"
         )
     sources = workspace.merge_sources(folder / "sources", kernels=True)

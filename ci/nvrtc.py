@@ -90,9 +90,9 @@ def compile_for_amd(
 ) -> list[str]:
     """Compile by HIPRTC, all or a lot; return what is wrong."""
     stems = [f"{stem}.so{end}" for end in ("", ".7", ".6", ".5") for stem in HIPRTC]
-    compiler = hiprtc.find(stems)
+    compiler, problems = hiprtc.find(stems)
     if compiler is None:
-        return [f"no HIPRTC was found; looked for {', '.join(stems)}"]
+        return ["no HIPRTC was found:", *problems]
     if has_lot:
         seed = random.Random(f"HIPRTC {dirty.seed()}")
         archs = [seed.choice(archs)]

@@ -151,6 +151,22 @@ def test_public_names_without_a_docstring_are_named(tmp_path):
     assert "Described elsewhere: `other`" in (tmp_path / "api" / "apex.two.md").read_text()
 
 
+def test_methods_that_a_class_takes_are_described_as_its_own(tmp_path):
+    apex = tmp_path / "apex"
+    apex.mkdir()
+    (apex / "__init__.py").write_text("")
+    (apex / "parts.py").write_text('def norm(owner, kind=2):\n    """The norm."""\n')
+    text = "from . import parts\n\n\nclass Whole:\n    norm = parts.norm\n    number = 3\n"
+    text += "    other = parts.missing\n\n    def parts(self):\n        pass\n"
+    (apex / "whole.py").write_text(text)
+    members = docs_api.load(tmp_path)["apex.whole.Whole"].members
+    assert members["norm"].is_function
+    assert members["norm"].docstring.value == "The norm."
+    assert [parameter.name for parameter in members["norm"].parameters] == ["kind"]
+    assert members["number"].is_attribute
+    assert members["other"].is_attribute
+
+
 def test_objects_link_to_the_lines_that_define_them(tmp_path):
     sources = workspace.merge_sources(tmp_path / "sources")
     loaded = docs_api.load(sources)

@@ -5,6 +5,7 @@ Each wheel has it as a module of its own, so that it outlives the uninstall of a
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -51,8 +52,7 @@ def main(
     """
     options = parser(library.package).parse_args(arguments)
     failed_builds = list(_build_missing(library)) if options.build else []
-    wanted = options.compile or (doctor_rtc.architectures() if options.build else [])
-    failed_builds += _compile_kernels(library, wanted)
+    failed_builds += _compile_kernels(library, options)
     devices = _devices() if options.check else []
     checks = {device: _checked(example, device) for device in devices}
     facts = {**gather(library), "checks": checks}
@@ -354,11 +354,12 @@ def _wanted_targets(
         yield targets.Target("hip", archs=rocm), lambda op: False
 
 
-def _compile_kernels(library: OpLibrary, architectures: list[str]) -> Iterator[Trouble]:
-    """Compile into the cache every kernel that the package may launch on these GPUs."""
+def _compile_kernels(library: OpLibrary, options: argparse.Namespace) -> Iterator[Trouble]:
+    """Compile into the cache every kernel that the package may launch on the wanted GPUs."""
     try:
-        if architectures:
-            doctor_rtc.compile_kernels(library, architectures)
+        wanted = options.compile or (doctor_rtc.architectures() if options.build else [])
+        if wanted:
+            doctor_rtc.compile_kernels(library, wanted)
     except BuildError as error:
         yield Trouble(f"GPU kernels: {error}", "Do what that says")
 

@@ -63,7 +63,7 @@ def architectures() -> list[str]:
     if not (torch.version.cuda or torch.version.hip) or jit.backend_of("cuda") != toolchain.RTC:
         return []
     if torch.version.hip:
-        archs = list(listed_for_rocm())
+        archs = [arch.partition(":")[0] for arch in listed_for_rocm()]
     else:
         archs = [arch for arch in listed_for_cuda() if arch.startswith("sm_")]
     if torch.cuda.is_available():

@@ -158,7 +158,6 @@ class HipDriver(Driver):
 
     def functions(self) -> tuple[Function, ...]:
         def describe(status: int, text: Any) -> int:
-            self._function("GetLastError")()  # else torch's next launch raises it again
             text[0] = self._error_text()(status)
             return 0
 
@@ -179,6 +178,7 @@ class HipDriver(Driver):
         return kernel.value or 0
 
     def _error_text(self) -> Callable[[int], int]:
+        self._library.hipGetLastError()  # else torch's next launch raises it again
         told = self._library.hipGetErrorString
         told.restype = ctypes.c_void_p
         return told

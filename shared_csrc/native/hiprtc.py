@@ -17,8 +17,7 @@ from . import toolchain
 from .errors import BuildError
 from .rtc_compiler import RuntimeCompiler
 
-# A card, and what may be said of its features: gfx90a, gfx90a:sramecc+:xnack-.
-_ARCHITECTURE = re.compile(r"gfx[0-9a-f]{3,5}(:(sramecc|xnack)[+-])*")
+_ARCHITECTURE = re.compile(r"gfx[0-9a-f]{3,5}")  # of a card; code for it suits all its features
 
 
 class Hiprtc(RuntimeCompiler):
@@ -52,7 +51,8 @@ class Hiprtc(RuntimeCompiler):
 
     def check_architecture(self, architecture: str) -> None:
         if not _ARCHITECTURE.fullmatch(architecture):
-            raise BuildError(f"expected AMD GPUs such as gfx90a or gfx1100, got {architecture}.")
+            text = "expected AMD GPUs such as gfx90a or gfx1100, since this torch is for ROCm"
+            raise BuildError(f"{text}, got {architecture}.")
 
     def _kind_of_image(self, options: Sequence[str]) -> str:
         return "Code"
@@ -94,23 +94,33 @@ def hiprtc() -> Hiprtc:
     """
     import torch
 
-    if torch.version.hip is None:
-        raise BuildError(f"torch {torch.__version__} is not built for ROCm, and finds no HIPRTC.")
-    found = find((*names_of("libhiprtc"), *names_of("libamdhip64")))
+    major = (torch.version.hip or "").partition(".")[0]
+    # Until ROCm 5 some distributions have its functions in the runtime's library.
+    found, problems = find((*names_of("libhiprtc"), *names_of("libamdhip64")), major)
     if found is None:
         raise BuildError(
-            "libhiprtc.so, which compiles GPU kernels, was not found beside torch "
+            f"libhiprtc.so of ROCm {major}, which compiles GPU kernels, was not found beside torch "
             f"{torch.__version__}, by the loader or in ROCM_HOME. Install ROCm's hiprtc, or set "
-            "ROCM_HOME to the folder of ROCm; APEX_HIP_COMPILER=hipcc takes hipcc instead."
+            "ROCM_HOME to the folder of ROCm; APEX_HIP_COMPILER=hipcc takes hipcc instead. What "
+            f"was tried: {' '.join(problems)}"
         )
     return found
 
 
-def find(names: Iterable[str]) -> Hiprtc | None:
-    """The first of some files, or names for the loader, that is HIPRTC."""
+def find(names: Iterable[str], major: str = "") -> tuple[Hiprtc | None, list[str]]:
+    """The first of some files, or names for the loader, that is HIPRTC; and what others are.
+
+    Args:
+        major: the first number of its version; "" for any.
+    """
+    problems = []
     for name in names:
         try:
-            return Hiprtc(name)
-        except (BuildError, OSError):
+            found = Hiprtc(name)
+        except (BuildError, OSError) as error:
+            problems.append(str(error))
             continue
-    return None
+        if major in ("", str(found.version[0])):
+            return found, problems
+        problems.append(f"{name} is of ROCm {found}.")
+    return None, problems

@@ -74,7 +74,8 @@ class Nvrtc(RuntimeCompiler):
         return ", ".join(f"sm_{number}" for number in self.architectures)
 
     def check_architecture(self, architecture: str) -> None:
-        if architecture not in self.serves().split(", "):
+        known = [f"{kind}_{n}" for n in self.architectures for kind in ("sm", "compute")]
+        if architecture not in known:
             text = f"expected some of {self.serves()}, which NVRTC {self} knows"
             raise BuildError(f"{text}, got {architecture}.")
 

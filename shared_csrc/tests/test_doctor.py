@@ -87,7 +87,7 @@ def test_what_serves_nvidia_gpus(monkeypatch, tmp_path, cuda, libraries, expecte
 
 def test_what_serves_amd_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a;gfx1100 gfx90a")
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a:xnack-;gfx1100 gfx90a")
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     (tmp_path / "hiprtc-6.4.43482-gfx942").mkdir()
     (tmp_path / "hiprtc-6.4.43482-gfx942" / "my_op-1.kernel").write_text("")

@@ -74,4 +74,5 @@ class ApexPrecision(Precision):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the weights once more: Lightning did before there were float32 masters of them."""
-        self.module.load_state_dict(checkpoint["state_dict"])
+        strict = self.module.strict_loading
+        self.module.load_state_dict(checkpoint["state_dict"], strict=strict)

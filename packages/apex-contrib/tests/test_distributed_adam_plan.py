@@ -74,6 +74,16 @@ def test_plans_are_those_of_a_plain_planner():
         assert (rows, found.new_sizes) == expected, (case, arguments)
 
 
+def test_plans_are_made_on_the_cpu_whatever_the_default_device():
+    shape = bucket_shape(4096, 4, 2)
+    for numels in ([300, 7000, 0, 5], []):
+        expected = plan(numels, None, shape, True)
+        with torch.device("meta"):
+            found = plan(numels, None, shape, True)
+        for name in ("param", "bucket", "param_start", "bucket_start", "numel"):
+            assert torch.equal(getattr(expected, name), getattr(found, name))
+
+
 def test_a_million_fragments():
     """Quick enough that nobody waits for it: 0.1 s where nothing else runs."""
     shape = bucket_shape(1 << 20, 4, 8)

@@ -357,29 +357,32 @@ FAKE int nvrtcGetPTX(Program* program, char* code) {
   return 0;
 }
 
-// HIP's runtime: modules of a device; and its compiler.
+// HIP's runtime: modules of a device, and an error that it keeps; and its compiler.
+
+#define HIP_MAY_REFUSE \
+  if (refused == __func__) return last_error = kUnknown
 
 FAKE int hipRuntimeGetVersion(int* newest) {
-  MAY_REFUSE;
+  HIP_MAY_REFUSE;
   *newest = 60443482;
   return 0;
 }
 FAKE int hipDriverGetVersion(int* newest) { return hipRuntimeGetVersion(newest); }
 FAKE int hipSetDevice(int device) {
-  MAY_REFUSE;
+  HIP_MAY_REFUSE;
   context = device + 1;
   return 0;
 }
 FAKE int hipThreadExchangeStreamCaptureMode(int* other) {
-  MAY_REFUSE;
+  HIP_MAY_REFUSE;
   return cuThreadExchangeStreamCaptureMode(other);
 }
 FAKE int hipModuleLoadData(void** module, const char* image) {
-  MAY_REFUSE;
+  HIP_MAY_REFUSE;
   return cuLibraryLoadData(module, image, nullptr, nullptr, 0, nullptr, nullptr, 0);
 }
 FAKE int hipModuleGetFunction(void** kernel, void* module, const char* symbol) {
-  MAY_REFUSE;
+  HIP_MAY_REFUSE;
   const int error = cuLibraryGetKernel(kernel, module, symbol);
   if (error == 0) {
     static_cast<Kernel*>(*kernel)->device = static_cast<Library*>(module)->device;
@@ -391,8 +394,7 @@ FAKE int hipModuleLaunchKernel(void* kernel, unsigned grid_x, unsigned grid_y, u
                                unsigned block_x, unsigned block_y, unsigned block_z,
                                unsigned shared_bytes, void* stream, void** parameters,
                                void** extra) {
-  last_error = kUnknown;
-  MAY_REFUSE;
+  HIP_MAY_REFUSE;
   last_error = static_cast<Kernel*>(kernel)->device != context - 1
                    ? kInvalidContext
                    : cuLaunchKernel(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z,

@@ -280,7 +280,7 @@ def _fill(optimizer: Any, entries: list[tuple[Tensor, dict[str, Any]]]) -> None:
             has_masters |= key == "param" and values is not None
             if values is None and key == "param":
                 values = param
-            zeros = torch.zeros(()).expand(param.numel())
+            zeros = torch.zeros((), device=param.device).expand(param.numel())
             flat = zeros if values is None else flat_like(param, values)
             write_all(optimizer, param, key, flat)
     if has_masters:

@@ -91,7 +91,7 @@ def plan(
     first, last = bucket_of(begins), bucket_of(begins + sizes - 1)
     counts = (last - first).add_(1).mul_(sizes > 0)
     param = torch.repeat_interleave(counts)
-    nth = torch.arange(len(param)).sub_((counts.cumsum(0) - counts)[param])
+    nth = torch.arange(len(param), device="cpu").sub_((counts.cumsum(0) - counts)[param])
     bucket = first[param].add_(nth)
     bucket_begin = bucket.sub(1).mul_(step).add_(room).mul_(bucket > 0)
     begin = begins[param]
@@ -107,5 +107,5 @@ def plan(
 def _int64(numbers: Sequence[int]) -> Tensor:
     """As ``torch.tensor``, in a quarter of the time."""
     if not len(numbers):
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
