@@ -24,7 +24,7 @@ from ci import docs_api, docs_figures, docs_menu, docs_tables, workspace
 from ci.workspace import PACKAGES, ROOT
 
 CONFIG = ROOT / "ci" / "mkdocs.yml"
-TEXT = ROOT / "ci" / "docs_text.py"
+TEXT, METHODS = ROOT / "ci" / "docs_text.py", ROOT / "ci" / "docs_methods.py"
 STYLE = ROOT / "ci" / "docs.css"
 
 
@@ -132,7 +132,7 @@ def write_config(file: Path, pages: Path, sources: Path, site: Path) -> None:
     result |= {"docs_dir": str(pages), "site_dir": str(site), "nav": docs_menu.menu(pages)}
     handler = result["plugins"][1]["mkdocstrings"]["handlers"]["python"]
     handler["paths"] = [str(sources)]
-    handler["options"]["extensions"] = [str(TEXT)]
+    handler["options"]["extensions"] = [str(TEXT), str(METHODS)]
     result["hooks"] = [str(TEXT)]
     file.write_text(yaml.safe_dump(result, sort_keys=False))
 

@@ -17,3 +17,28 @@ def one_process(tmp_path_factory):
         )
         yield
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def amp_ends():
+    """Take back what amp.initialize has patched, after the test."""
+    from apex import amp
+
+    yield
+    if hasattr(amp._amp_state, "handle"):
+        amp._amp_state.handle._deactivate()
+
+
+@pytest.fixture
+def saving_stop():
+    """Return a function that makes a callback of transformers, which saves at a step and stops."""
+    from transformers import TrainerCallback
+
+    def make(step):
+        class SavingStop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_save = control.should_training_stop = state.global_step == step
+
+        return SavingStop()
+
+    return make

@@ -18,6 +18,8 @@ from apex import amp
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.usefixtures("amp_ends")
+
 EPOCHS, SAMPLES, BATCH = 6, 32, 8
 SCALE = 128.0  # no step is skipped, whatever the size of a rank's batch
 GENERATOR = torch.Generator().manual_seed(0)
@@ -85,13 +87,6 @@ def fit(module, folder, indices=range(SAMPLES), batch=BATCH, **options):
         warnings.simplefilter("ignore")  # of few workers, and of folders that are there
         own.fit(module, loader, ckpt_path=ckpt_path)
     return own
-
-
-@pytest.fixture(autouse=True)
-def _amp_ends():
-    yield
-    if hasattr(amp._amp_state, "handle"):
-        amp._amp_state.handle._deactivate()
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])

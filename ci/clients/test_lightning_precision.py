@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from apex import amp
 from apex.optimizers import FusedAdam
 
+pytestmark = pytest.mark.usefixtures("amp_ends")
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FOLDER = DOCS / "examples" / "lightning"
 ApexPrecision = runpy.run_path(str(FOLDER / "apex_precision.py"))["ApexPrecision"]
@@ -64,13 +66,6 @@ def fit(model, folder, level, epochs=EPOCHS, ckpt_path=None, plugins=None, **opt
     loader = torch.utils.data.DataLoader(DATA, batch_size=8)
     trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer
-
-
-@pytest.fixture(autouse=True)
-def _amp_ends():
-    yield
-    if hasattr(amp._amp_state, "handle"):
-        amp._amp_state.handle._deactivate()
 
 
 @pytest.mark.parametrize("level", DTYPES)

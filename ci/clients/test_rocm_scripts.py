@@ -16,12 +16,7 @@ from apex import amp
 from apex.optimizers import FusedLARS
 from apex.parallel import DistributedDataParallel, convert_syncbn_model
 
-
-@pytest.fixture(autouse=True)
-def _amp_ends():
-    yield
-    if hasattr(amp._amp_state, "handle"):
-        amp._amp_state.handle._deactivate()
+pytestmark = pytest.mark.usefixtures("amp_ends")
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O4", torch.float32), ("O5", torch.bfloat16)])

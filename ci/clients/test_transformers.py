@@ -10,7 +10,6 @@ from transformers import (
     GPT2LMHeadModel,
     T5Config,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 from transformers.models.t5 import modeling_t5
@@ -85,17 +84,12 @@ def test_trainer_trains_as_with_torch(tmp_path):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
-class StopHalfway(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = control.should_training_stop = state.global_step == 12
-
-
-def test_trainer_continues_from_its_checkpoint(tmp_path):
+def test_trainer_continues_from_its_checkpoint(tmp_path, saving_stop):
     """Trainer saves the optimizer, loads it with ``weights_only``, and ends with the same bits."""
     whole = trainer(tmp_path / "whole")
     whole.train()
     options = {"save_strategy": "steps", "save_steps": 1000}
-    trainer(tmp_path / "parts", callbacks=[StopHalfway()], **options).train()
+    trainer(tmp_path / "parts", callbacks=[saving_stop(12)], **options).train()
     second = trainer(tmp_path / "parts", **options)
     second.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-12"))
     assert second.state.global_step == 24

@@ -12,7 +12,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -83,18 +82,13 @@ def test_trains_as_with_torch(way, tmp_path):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
-class StopHalfway(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = control.should_training_stop = state.global_step == STEPS // 2
-
-
-def test_goes_on_from_its_checkpoint(tmp_path):
+def test_goes_on_from_its_checkpoint(tmp_path, saving_stop):
     """The optimizer is loaded with ``weights_only``, and training ends with the same bits."""
     given = {"way": "optimizer_cls_and_kwargs", "optimizer": FusedAdam, "swapped": True}
     whole = trainer(tmp_path / "whole", **given)
     whole.train()
     options = {"save_strategy": "steps", "save_steps": 1000, **given}
-    trainer(tmp_path / "parts", callbacks=[StopHalfway()], **options).train()
+    trainer(tmp_path / "parts", callbacks=[saving_stop(STEPS // 2)], **options).train()
     second = trainer(tmp_path / "parts", **options)
     checkpoint = tmp_path / "parts" / f"checkpoint-{STEPS // 2}"
     second.train(resume_from_checkpoint=str(checkpoint))

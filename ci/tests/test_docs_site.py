@@ -167,6 +167,45 @@ def test_methods_that_a_class_takes_are_described_as_its_own(tmp_path):
     assert members["other"].is_attribute
 
 
+def small_site(pages, front):
+    """Write a page of every kind that the menu lists, and the front's text."""
+    (pages / "guides").mkdir(parents=True)
+    for name in ("supported", "troubleshooting", "quickstart", "ops", "guides/there"):
+        (pages / f"{name}.md").write_text("# A page\n")
+    for package in docs.PACKAGES:
+        (pages / "packages").mkdir(exist_ok=True)
+        (pages / "packages" / f"{package}.md").write_text("# A package\n")
+    for part in ("api", "benchmarks", "changes", "examples"):
+        (pages / part).mkdir()
+        (pages / part / "README.md").write_text("# A part\n")
+    (pages / "docs.css").touch()
+    (pages / "index.md").write_text(front)
+
+
+def built_site(folder, pages, sources):
+    """Build it as `nox -s docs` does; return how the process ended."""
+    config = folder / "mkdocs.yml"
+    docs.write_config(config, pages, sources, folder / "site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_site_shows_methods_that_a_class_takes(tmp_path):
+    """What mkdocs is configured with, and not what the checks of names load."""
+    apex, pages = tmp_path / "sources" / "apex", tmp_path / "pages"
+    small_site(pages, "# Home\n\n::: apex.whole.Whole\n")
+    apex.mkdir(parents=True)
+    (apex / "__init__.py").write_text("")
+    (apex / "parts.py").write_text('def norm(owner, kind=2):\n    """The norm, told."""\n')
+    text = 'from . import parts\n\n\nclass Whole:\n    """All."""\n\n    norm = parts.norm\n'
+    (apex / "whole.py").write_text(text)
+    done = built_site(tmp_path, pages, tmp_path / "sources")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert "The norm, told." in page
+    assert "owner" not in page
+
+
 def test_objects_link_to_the_lines_that_define_them(tmp_path):
     sources = workspace.merge_sources(tmp_path / "sources")
     loaded = docs_api.load(sources)
@@ -211,22 +250,8 @@ def test_the_index_of_the_api_has_versions_and_first_sentences(tmp_path):
 )
 def test_links_that_lead_nowhere_are_errors(tmp_path, text, reason):
     pages = tmp_path / "pages"
-    (pages / "guides").mkdir(parents=True)
-    for name in ("supported", "troubleshooting", "quickstart", "ops", "there"):
-        (pages / f"{name}.md").write_text("# A page\n")
-    (pages / "there.md").rename(pages / "guides" / "there.md")
-    for package in docs.PACKAGES:
-        (pages / "packages").mkdir(exist_ok=True)
-        (pages / "packages" / f"{package}.md").write_text("# A package\n")
-    for part in ("api", "benchmarks", "changes", "examples"):
-        (pages / part).mkdir()
-        (pages / part / "README.md").write_text("# A part\n")
-    (pages / "docs.css").touch()
-    (pages / "index.md").write_text(f"# Home\n\n{text.replace('there.md', 'guides/there.md')}\n")
-    config = tmp_path / "mkdocs.yml"
-    docs.write_config(config, pages, tmp_path / "sources", tmp_path / "site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    small_site(pages, f"# Home\n\n{text.replace('there.md', 'guides/there.md')}\n")
+    done = built_site(tmp_path, pages, tmp_path / "sources")
     if reason is None:
         assert done.returncode == 0, done.stderr
     else:

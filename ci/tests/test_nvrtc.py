@@ -169,6 +169,42 @@ def test_where_ci_samples_all_kernels_of_the_named_ops_and_a_lot_of_others(run, 
     assert ops == sorted(nvrtc.ops())
 
 
+@pytest.fixture
+def hiprtc(run, monkeypatch):
+    """A HIPRTC beside the compilers of NVIDIA; its machine code has no parameters to be read."""
+    compiler = FakeNvrtc("6.4.1")
+    compiler.title = "HIPRTC"
+    monkeypatch.setattr(nvrtc.hiprtc, "find", lambda names: (compiler, []))
+    monkeypatch.setattr(nvrtc.sass, "parameter_bytes", lambda image, symbol: 0)
+    return compiler
+
+
+def test_amd_gpus_by_hiprtc_alone(run, hiprtc):
+    with pytest.raises(SystemExit) as ended:
+        run("--amd=gfx90a,gfx1100", "syncbn", "xentropy")
+    assert ended.value.code is None
+    assert Counter(arch for _, (arch,) in hiprtc.seen) == {"gfx90a": 20, "gfx1100": 20}
+
+
+def test_where_ci_samples_one_amd_gpu_and_a_quarter_of_the_sources(run, hiprtc):
+    with pytest.raises(SystemExit) as ended:
+        run("--amd=gfx90a,gfx1100", "--lot", "xentropy")
+    assert ended.value.code is None
+    assert len({arch for _, (arch,) in hiprtc.seen}) == 1
+    # Of xentropy, which is named: a lot of one engine, and the one kernel of another.
+    assert len(hiprtc.seen) - (nvrtc.LOT + 1) in (0, nvrtc.SMALL_LOT)
+
+
+def test_a_kernel_that_hiprtc_refuses_and_no_hiprtc(run, hiprtc, monkeypatch):
+    built = [unit(GOOD, BAD), unit(GOOD)]
+    monkeypatch.setattr(nvrtc, "units_of", lambda package, wanted, has_wheels: built)
+    with pytest.raises(SystemExit, match=r"^HIPRTC 6\.4\.1 for gfx90a, my_op: .* no header"):
+        run("--amd=gfx90a")
+    monkeypatch.setattr(nvrtc.hiprtc, "find", lambda names: (None, ["a.so: nothing."]))
+    with pytest.raises(SystemExit, match=r"no HIPRTC was found:\na\.so: nothing"):
+        run("--amd=gfx90a")
+
+
 def test_the_library_of_a_wheel(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
         wheel.writestr("apex/amp/_kernels/gpu-rtc.so", "library")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ _SetAttribute = ctypes.CFUNCTYPE(
 CurrentStream = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 
 
-class Driver:
+class Driver(ABC):
     """A driver's library, which torch has started.
 
     Raises:
@@ -40,16 +41,17 @@ class Driver:
     def __init__(self) -> None:
         self._library = self._open()
 
+    @abstractmethod
     def _open(self) -> ctypes.CDLL:
-        raise NotImplementedError
+        """Find the library."""
 
+    @abstractmethod
     def functions(self) -> tuple[Function, ...]:
         """Functions of C, in the order of :data:`LAUNCHING`, with the arguments of CUDA's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enter(self, device: int) -> None:
         """Make a device the calling thread's, where this has none."""
-        raise NotImplementedError
 
     def version(self) -> int:
         """The newest CUDA or ROCm that it knows, as its own number."""
@@ -57,17 +59,18 @@ class Driver:
         self._call("DriverGetVersion", ctypes.byref(version))
         return version.value
 
+    @abstractmethod
     def describe(self) -> str:
         """Its library and version, in words."""
-        raise NotImplementedError
 
     def load(self, symbol: str, image: bytes) -> int:
         """Load what was compiled; return the kernel."""
         with self._outside_of_graphs():
             return self._load(symbol, image)
 
+    @abstractmethod
     def _load(self, symbol: str, image: bytes) -> int:
-        raise NotImplementedError
+        """Load it, whatever the thread captures."""
 
     @contextlib.contextmanager
     def _outside_of_graphs(self) -> Iterator[None]:
@@ -88,8 +91,9 @@ class Driver:
                 f"{self.prefix}{name} of {self.title} failed with {status}: {self._text(status)}."
             )
 
+    @abstractmethod
     def _text(self, status: int) -> str:
-        raise NotImplementedError
+        """What an error is, in the driver's words."""
 
 
 class CudaDriver(Driver):

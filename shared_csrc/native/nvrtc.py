@@ -26,10 +26,11 @@ class Nvrtc(RuntimeCompiler):
     options = ("--std=c++20", "-default-device")
     architecture_option = "--gpu-architecture"
 
-    def _load_first(self) -> None:
+    def _open(self) -> ctypes.CDLL:
         # 13.0 looks for its builtins wherever the loader looks, and not beside itself.
         for builtins in sorted(Path(self.path).parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(builtins))
+        return super()._open()
 
     def _version(self) -> tuple[int, ...]:
         major, minor = ctypes.c_int(), ctypes.c_int()

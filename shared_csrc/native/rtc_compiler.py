@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .errors import BuildError
 
@@ -23,7 +24,7 @@ STANDARD_HEADERS += ("limits", "type_traits", "utility", "vector")
 _SUCCESS = 0
 
 
-class RuntimeCompiler:
+class RuntimeCompiler(ABC):
     """One such library, open.
 
     Args:
@@ -46,33 +47,33 @@ class RuntimeCompiler:
     def __init__(self, path: Path | str) -> None:
         self.path = str(path)
         try:
-            self._load_first()
-            self._library = ctypes.CDLL(self.path)
+            self._library = self._open()
         except OSError as error:
             raise BuildError(f"{self.title} cannot be loaded: {error}.") from error
         self.version = self._version()
 
-    def _load_first(self) -> None:
-        """Load what the library would not find by itself."""
+    def _open(self) -> ctypes.CDLL:
+        return ctypes.CDLL(self.path)
 
+    @abstractmethod
     def _version(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        """The library's, or its toolkit's."""
 
+    @abstractmethod
     def architecture_of(self, device: int) -> str:
         """What to compile for a device of torch's, such as ``sm_90`` or ``gfx942``.
 
         Raises:
             BuildError: it is older than all that is compiled for.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def serves(self) -> str:
         """What it compiles for, in words."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_architecture(self, architecture: str) -> None:
         """Raise BuildError where it does not compile for an architecture."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         return ".".join(map(str, self.version))
@@ -112,8 +113,9 @@ class RuntimeCompiler:
         finally:
             self._function("DestroyProgram")(ctypes.byref(program))
 
+    @abstractmethod
     def _kind_of_image(self, options: Sequence[str]) -> str:
-        raise NotImplementedError
+        """What the functions that give the compiled kernel are called by."""
 
     def _text(self, kind: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()
@@ -122,7 +124,7 @@ class RuntimeCompiler:
         self._call(f"Get{kind}", program, buffer)
         return buffer.raw
 
-    def _function(self, name: str):  # noqa: ANN202: a function of C, by its name without the prefix
+    def _function(self, name: str) -> Any:
         return getattr(self._library, f"{self.prefix}{name}")
 
     def _call(self, name: str, *arguments: object) -> None:

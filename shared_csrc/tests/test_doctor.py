@@ -106,6 +106,19 @@ def test_what_serves_amd_gpus(monkeypatch, tmp_path):
     assert doctor_rtc.architectures() == []
 
 
+def test_a_missing_compiler_is_a_trouble_of_build(monkeypatch):
+    def missing():
+        raise doctor_rtc.BuildError("libnvrtc.so.13 was not found.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(drivers, "compiler", missing)
+    options = SimpleNamespace(compile=None, build=True)
+    (trouble,) = doctor._compile_kernels(OpLibrary("apex_doc", __file__), options)
+    assert trouble.what == "GPU kernels: libnvrtc.so.13 was not found."
+
+
 def test_no_driver(monkeypatch):
     def missing():
         raise doctor_rtc.BuildError("NVIDIA's driver cannot be loaded: no libcuda.so.1.")

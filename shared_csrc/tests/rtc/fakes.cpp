@@ -410,37 +410,27 @@ FAKE const char* hipGetErrorString(int error) {
 FAKE const char* hiprtcGetErrorString(int error) {
   return error == 6 ? "HIPRTC_ERROR_COMPILATION" : "HIPRTC_ERROR_INTERNAL_ERROR";
 }
-FAKE int hiprtcCreateProgram(Program** program, const char* source, const char* name, int count,
-                             const char** texts, const char** names) {
-  MAY_REFUSE;
-  return nvrtcCreateProgram(program, source, name, count, texts, names);
-}
-FAKE int hiprtcDestroyProgram(Program** program) { return nvrtcDestroyProgram(program); }
-FAKE int hiprtcAddNameExpression(Program* program, const char* name) {
-  MAY_REFUSE;
-  return nvrtcAddNameExpression(program, name);
-}
-FAKE int hiprtcCompileProgram(Program* program, int count, const char** options) {
-  MAY_REFUSE;
-  return nvrtcCompileProgram(program, count, options);
-}
-FAKE int hiprtcGetLoweredName(Program* program, const char* name, const char** symbol) {
-  MAY_REFUSE;
-  return nvrtcGetLoweredName(program, name, symbol);
-}
-FAKE int hiprtcGetProgramLogSize(Program* program, size_t* size) {
-  MAY_REFUSE;
-  return nvrtcGetProgramLogSize(program, size);
-}
-FAKE int hiprtcGetProgramLog(Program* program, char* log) {
-  MAY_REFUSE;
-  return nvrtcGetProgramLog(program, log);
-}
-FAKE int hiprtcGetCodeSize(Program* program, size_t* size) {
-  MAY_REFUSE;
-  return nvrtcGetCUBINSize(program, size);
-}
-FAKE int hiprtcGetCode(Program* program, char* code) {
-  MAY_REFUSE;
-  return nvrtcGetCUBIN(program, code);
-}
+
+// HIPRTC's functions are NVRTC's under another name, and refuse by that.
+#define HIPRTC_AS(hiprtc, nvrtc, parameters, ...) \
+  FAKE int hiprtc parameters {                    \
+    MAY_REFUSE;                                   \
+    return nvrtc(__VA_ARGS__);                    \
+  }
+
+HIPRTC_AS(hiprtcCreateProgram, nvrtcCreateProgram,
+          (Program * *program, const char* source, const char* name, int count, const char** texts,
+           const char** names),
+          program, source, name, count, texts, names)
+HIPRTC_AS(hiprtcDestroyProgram, nvrtcDestroyProgram, (Program * *program), program)
+HIPRTC_AS(hiprtcAddNameExpression, nvrtcAddNameExpression, (Program * program, const char* name),
+          program, name)
+HIPRTC_AS(hiprtcCompileProgram, nvrtcCompileProgram,
+          (Program * program, int count, const char** options), program, count, options)
+HIPRTC_AS(hiprtcGetLoweredName, nvrtcGetLoweredName,
+          (Program * program, const char* name, const char** symbol), program, name, symbol)
+HIPRTC_AS(hiprtcGetProgramLogSize, nvrtcGetProgramLogSize, (Program * program, size_t* size),
+          program, size)
+HIPRTC_AS(hiprtcGetProgramLog, nvrtcGetProgramLog, (Program * program, char* log), program, log)
+HIPRTC_AS(hiprtcGetCodeSize, nvrtcGetCUBINSize, (Program * program, size_t* size), program, size)
+HIPRTC_AS(hiprtcGetCode, nvrtcGetCUBIN, (Program * program, char* code), program, code)
