@@ -2,6 +2,8 @@
 
 python ci/cost_counts.py OUTPUT OP...
 
+Without the emulated GPU it counts the functions of Python and C alone, with the CPU's kernels.
+
 Launches, and their loads and stores, are lines of the emulator's trace (ci/launches.py). What torch
 does for the call, beside our kernels, is told by its profiler: each operator of torch counts as one
 launch, unless it is in one of the lists below.
@@ -59,17 +61,20 @@ def main(output: str, *ops: str) -> None:
     torch.set_num_threads(1)
     trace = Path(f"{output}.trace")
     os.environ |= {launches.TRACE: str(trace), "APEX_EMULATE_COUNTS": "1"}
+    is_emulated = bool(os.environ.get("APEX_EMULATE"))
     found = []
     for op in ops:
         torch.manual_seed(0)
-        for case in CASES[op]():
+        for case in (case for case in CASES[op]() if is_emulated or case.is_smallest):
             for part, function in parts_of(case):
                 facts = {"op": op, "call": case.name, "part": part}
-                found.append(facts | count(function, trace, case.has_state))
+                if is_emulated:
+                    facts |= count(function, trace, case.has_state)
                 if case.is_smallest:
-                    found[-1] |= count_python(function)
-                if case.peer:
-                    found[-1] |= cost_peers.count(case.peer, case.inputs)[part]
+                    facts |= count_python(function)
+                if case.peer and is_emulated:
+                    facts |= cost_peers.count(case.peer, case.inputs)[part]
+                found.append(facts)
     trace.unlink(missing_ok=True)
     Path(output).write_text(json.dumps(found))
 

@@ -34,6 +34,8 @@ SM_SHARED_BYTES, BLOCK_SHARED_BYTES = 233472, 1024
 # A process of tests loads every op's library. Each has a static thread-local variable; for those
 # the C library keeps 512 bytes in all, unless it is told otherwise.
 ONE_PROCESS = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=16384"}
+EMULATED = {"APEX_EMULATE": "32"}
+BY_DEVICE = {"dense_blaslt", "weight_gradient"}  # whose Python takes another way on a CPU
 DERIVED = ("predicted_us", "torch_us")  # of other numbers, which are compared
 TRAFFIC = ("accesses", "bytes", "sectors", "needed_sectors", "distinct_bytes")
 HEAD = """\
@@ -145,7 +147,7 @@ def flat(facts: dict, skipped=(), prefix: str = "") -> dict[str, object]:
 # Calls, on the emulated GPU.
 
 
-def count_calls(ops: list[str]) -> list[dict]:
+def count_calls(ops: list[str], **environment: str) -> list[dict]:
     """Run the cases of all ops that have some, a process a core; return the facts of each call."""
     from ci.cost_steps import CASES
 
@@ -156,9 +158,9 @@ def count_calls(ops: list[str]) -> list[dict]:
     def run(share: int) -> list[dict]:
         output = folder / f"{share}.json"
         command = [sys.executable, str(ROOT / "ci" / "cost_counts.py"), str(output)]
-        environment = os.environ | {"APEX_EMULATE": "32", "KINETO_LOG_LEVEL": "5"} | ONE_PROCESS
+        variables = os.environ | {"KINETO_LOG_LEVEL": "5"} | ONE_PROCESS | environment
         command += chosen[share::cores]
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env=variables, stderr=subprocess.PIPE, text=True)
         # The profiler tells of itself at each use.
         told = [line for line in done.stderr.splitlines() if not line.startswith("USDT:")]
         print("\n".join(told), file=sys.stderr)
@@ -194,7 +196,7 @@ def check_calls(ops: list[str], table: Table | None = None) -> list[str]:
     """Count the calls of ops; return what differs from the file. For `nox -s emulate`."""
     table = table or Table()
     ops = [op for op in ops if op not in table.uncounted]
-    found = {call_key(facts): facts for facts in count_calls(ops)}
+    found = {call_key(facts): facts for facts in count_calls(ops, **EMULATED)}
     skipped = unlike(table, host_tools())
     wrong = []
     for key, facts in found.items():
@@ -203,6 +205,21 @@ def check_calls(ops: list[str], table: Table | None = None) -> list[str]:
         if key[0] in ops:
             wrong.append(f"call {': '.join(key)} of {TABLE.name} is no case of ci/cost_*.py")
     return wrong
+
+
+def check_python(table: Table | None = None) -> list[str]:
+    """Compare the functions that calls of all ops enter, with the CPU's kernels: in seconds.
+
+    What `check_calls` compares has to be compiled, so that CI does it for some ops alone.
+    """
+    table = table or Table()
+    ops = sorted(workspace.ops().keys() - BY_DEVICE - {*table.uncounted})
+    wrong = []
+    for facts in count_calls(ops, APEX_EMULATE=""):
+        recorded = table.calls.get(call_key(facts))
+        same = recorded and {name: recorded.get(name) for name in facts}
+        wrong += compare("call", call_key(facts), same, facts)
+    return with_advice(wrong)
 
 
 def host_tools() -> dict[str, str]:
@@ -297,7 +314,7 @@ def main(*ops: str) -> None:
     emulate.build_ops(wanted)
     table = Table()
     table.calls = {key: facts for key, facts in table.calls.items() if key[0] not in wanted}
-    table.calls |= {call_key(facts): facts for facts in count_calls(wanted)}
+    table.calls |= {call_key(facts): facts for facts in count_calls(wanted, **EMULATED)}
     table.tools |= host_tools()
     launched = table.launched()
     table.kernels = {key: facts for key, facts in table.kernels.items() if key in launched}

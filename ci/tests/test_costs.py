@@ -115,13 +115,13 @@ def test_every_number_of_a_call_is_compared(table):
 
 
 def test_a_call_or_kernel_that_the_table_lacks_or_has_too_many(table, monkeypatch):
-    monkeypatch.setattr(costs, "count_calls", lambda ops: [])
+    monkeypatch.setattr(costs, "count_calls", lambda ops, **_: [])
     monkeypatch.setattr(costs, "host_tools", lambda: table.tools)
     (wrong,) = costs.check_calls(["norm"], table)
     assert "is no case of ci/cost_" in wrong
     assert costs.check_calls(["other"], table) == []
     (call,) = table.calls.values()
-    monkeypatch.setattr(costs, "count_calls", lambda ops: [call | {"part": "backward"}])
+    monkeypatch.setattr(costs, "count_calls", lambda ops, **_: [call | {"part": "backward"}])
     assert "backward is not in gpu_costs.toml" in costs.check_calls(["norm"], table)[0]
 
 
@@ -169,6 +169,18 @@ def test_every_op_has_cases_and_the_file_has_them_all():
     table = costs.Table()
     counted = {op for op, _, _ in table.calls}
     assert sorted([*counted, *table.uncounted]) == sorted(CASES)
+
+
+def test_calls_of_all_ops_enter_as_many_functions_as_the_file_says():
+    """One number of the file is planted, so that the only complaint is of that one."""
+    table = costs.Table()
+    if "python" in costs.unlike(table, costs.host_tools()):
+        pytest.skip("needs the Python and the torch of gpu_costs.toml")
+    planted = table.calls["fused_adam", "adamw_step float32 1 of 64", "call"]
+    planted["python"] += 1
+    line = f"call: python: {planted['python']} in gpu_costs.toml, {planted['python'] - 1} now"
+    wrong = costs.check_python(table)
+    assert wrong[:-1] == [f"fused_adam: adamw_step float32 1 of 64: {line}"], "\n".join(wrong)
 
 
 def test_machine_code_of_the_table_is_that_of_the_nvrtc_that_ci_installs():

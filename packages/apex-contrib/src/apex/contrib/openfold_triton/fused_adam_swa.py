@@ -446,7 +446,7 @@ def _scales(scale: float | Tensor | None, device: torch.device) -> tuple[Tensor 
     """What gradients are multiplied by: a tensor on their device, or None, and a number."""
     if scale is None:
         return None, 1.0
-    if isinstance(scale, Real):
+    if isinstance(scale, float | Real):  # the usual type first: an abstract class asks in Python
         return None, float(scale)
     if not isinstance(scale, Tensor) or scale.numel() != 1:
         got = f"a tensor {list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
