@@ -22,16 +22,15 @@ _NAME = "linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
 
 
-def _reduced(option: Option, losses: Tensor, labels: Tensor) -> Tensor:
+def _reduced(option: Option, losses: Tensor, share: Tensor) -> Tensor:
     if option.reduction == "none":
         return losses
-    total = losses.sum()
-    return total if option.reduction == "sum" else total * _share(option, losses, labels)
+    return losses.sum() * share if option.reduction == "mean" else losses.sum()
 
 
 def _share(option: Option, like: Tensor, labels: Tensor) -> Tensor:
     """What the loss of a token counts in a result of all."""
-    if option.reduction == "sum":
+    if option.reduction != "mean":
         return like.new_ones(())
     return (labels != option.padding_idx).sum().to(like.dtype).reciprocal()
 
@@ -42,7 +41,7 @@ def _forward(option: Option, *tensors: Any) -> tuple[Any, ...]:
     wanted = (False,) * 3 if option.is_late else option.wanted
     share = _share(option, like, labels)
     statistics, gradients = walk(option, tensors, wanted, share)
-    loss = _reduced(option, losses_of(option, statistics, labels), labels)
+    loss = _reduced(option, losses_of(option, statistics, labels), share)
     return loss, *([statistics] if option.is_late else gradients)
 
 
@@ -97,7 +96,7 @@ def _reference(
     if option.z_loss:
         losses = losses + option.z_loss * lse.square()
     losses = losses.where(counts, 0)
-    return _reduced(option, losses, labels)
+    return _reduced(option, losses, _share(option, losses, labels))
 
 
 _linear_cross_entropy = Composed(_NAME, _forward, _backward, _reference)

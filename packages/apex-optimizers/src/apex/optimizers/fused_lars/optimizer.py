@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -24,8 +25,15 @@ def _launch(
     *hyper: Any,
 ) -> None:
     """lars_step with norms; ``whole`` is a DTensor that the parameters are shards of."""
-    norms = (None, None) if is_skipped else (norms_of(grads, whole), norms_of(params, whole))
+    norms = (None, None) if is_skipped else _norms(grads, params, whole)
     lars_step(params, grads, buffers, copies, *norms, *hyper)
+
+
+def _norms(grads: list[Tensor], params: list[Tensor], whole: Tensor | None) -> Iterable[Tensor]:
+    """Norms of both lists: in one pass where their dtype is the same."""
+    if grads[0].dtype != params[0].dtype:
+        return norms_of(grads, whole), norms_of(params, whole)
+    return norms_of([*grads, *params], whole).chunk(2)
 
 
 class FusedLARS(MomentumOptimizer):
