@@ -235,6 +235,11 @@ def test_what_has_no_gradient_is_ignored(device):
         clip_grad_norm_((p for p in []), 1.0)
 
 
+def test_a_module_instead_of_its_parameters():
+    with pytest.raises(TypeError, match=r"parameters is a Linear; .* model.parameters\(\)"):
+        clip_grad_norm_(torch.nn.Linear(2, 2), 1.0)
+
+
 def test_versions_rise_and_grad_mode_stays(device):
     (parameter,) = parameters_of([torch.ones(4, device=device)])
     version = parameter.grad._version

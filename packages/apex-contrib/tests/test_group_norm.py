@@ -440,9 +440,13 @@ def test_bad_input(error, text, given):
         cuda_group_norm_nhwc_one_pass(*given)
 
 
-def test_integers_in_another_layout_are_refused_too():
+def test_bad_input_in_another_layout():
     with pytest.raises(TypeError, match="x must be a float64"):
         GroupNorm(2, 6)(X.int())
+    with pytest.raises(ValueError, match=r"GroupNorm: weight must have shape \[6\]"):
+        GroupNorm(2, 8)(X)
+    with pytest.raises(ValueError, match=r"GroupNorm: .* must divide the 6 channels"):
+        GroupNorm(4, 8, affine=False)(X)
 
 
 def test_bad_options():

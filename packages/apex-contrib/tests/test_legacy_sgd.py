@@ -201,6 +201,8 @@ def test_closure_missing_gradients_and_bad_arguments(device):
         FP16_Optimizer(optimizer.optimizer, dynamic_loss_args={"init_scale": 4})
     with pytest.raises(ValueError, match="static_loss_scale must be > 0"):
         FP16_Optimizer(optimizer.optimizer, static_loss_scale=0)
+    with pytest.raises(TypeError, match="init_optimizer must be an optimizer, got Linear"):
+        FP16_Optimizer(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", INNER)

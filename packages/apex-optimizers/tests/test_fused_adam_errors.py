@@ -97,6 +97,20 @@ def test_backward_through_values_of_before_the_step_is_refused(count, capturable
             loss.backward()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", "1e-3"), ("eps", "1e-8"), ("weight_decay", None), ("betas", (0.9, "0.999"))],
+)
+def test_a_number_that_yaml_read_as_text(name, value):
+    params = [torch.nn.Parameter(torch.ones(3))]
+    hint = " YAML reads 1e-3 as text" if value else ""
+    with pytest.raises(TypeError, match=rf"FusedAdam: {name} of a group must be a number.*{hint}"):
+        FusedAdam(params, **{name: value})
+    optimizer = FusedAdam(params)
+    with pytest.raises(TypeError, match=f"FusedAdam: {name} of a group must be a number"):
+        optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(2)), name: value})
+
+
 @pytest.mark.parametrize("betas", [(0.9, "x"), (0.9, None), (0.9,), [0.9, "x"], (0.9, 0.9, 0.9)])
 def test_betas_of_a_group_that_are_no_pair_of_numbers(betas, device):
     param = torch.nn.Parameter(torch.ones(3, device=device))

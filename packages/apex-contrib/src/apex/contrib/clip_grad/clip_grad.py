@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_module
 from .._shared.native.plain import plainness
 from .._shared.native.writes import call_counted
 from .ops import clip_grad_, clip_grad_total_norm
@@ -54,12 +55,17 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; no gradient changes.
+        TypeError: ``parameters`` is a module.
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     else:
         is_generator = isinstance(parameters, types.GeneratorType)
-        parameters = list(parameters)
+        try:
+            parameters = list(parameters)
+        except TypeError:
+            check_is_no_module("clip_grad_norm_", parameters, "parameters")
+            raise
         if is_generator and not parameters:
             warnings.warn(
                 "clip_grad_norm_: `parameters` is an empty generator, so nothing is clipped. "

@@ -18,7 +18,7 @@ from .custom_ops import (
     group_norm_nhwc_fprop,
     one_time_warning,
 )
-from .functional import NAME, group_norm, is_nhwc, is_silu
+from .functional import NAME, check, group_norm, is_nhwc, is_silu
 from .group_norm_nhwc.formula import group_norm_nhwc
 
 __all__ = [
@@ -62,7 +62,7 @@ def torch_group_norm(
 
     Raises:
         TypeError: ``x`` is no float64, float32, float16 or bfloat16 tensor.
-        ValueError: ``act`` is another word.
+        ValueError: shapes do not fit, or ``act`` is another word.
     """
     silu = is_silu(act)
     check_floating(NAME, "x", x)
@@ -70,7 +70,11 @@ def torch_group_norm(
         dtype = torch.promote_types(w.dtype, torch.float32)
         w, b = 1 + w.to(dtype), None if b is None else b.to(dtype)
     wide = x if w is None else x.to(w.dtype)
-    y = F.group_norm(wide, g, w, b, eps)
+    try:
+        y = F.group_norm(wide, g, w, b, eps)
+    except RuntimeError:
+        check(wide, g, w, b, eps)  # says which argument does not fit
+        raise
     return (F.silu(y) if silu else y).to(x.dtype)
 
 

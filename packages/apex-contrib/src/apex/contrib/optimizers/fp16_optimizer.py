@@ -54,6 +54,9 @@ class FP16_Optimizer:
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
+        if not hasattr(init_optimizer, "param_groups"):
+            got = type(init_optimizer).__name__
+            raise TypeError(f"{_NAME}: init_optimizer must be an optimizer, got {got}.")
         if dynamic_loss_args is not None:
             raise ValueError(f"{_NAME}: dynamic_loss_args must be None, got {dynamic_loss_args}.")
         if not static_loss_scale > 0:

@@ -44,7 +44,7 @@ NOT_NEGATIVE = (
 
 
 def check_lr(optimizer: str, lr: Any) -> None:
-    """Raise ValueError unless ``lr`` is >= 0, a number or a tensor of one element.
+    """Raise unless ``lr`` is >= 0, a number or a tensor of one element.
 
     A tensor on a GPU is not read: that would wait for the device.
     """
@@ -56,6 +56,7 @@ def check_lr(optimizer: str, lr: Any) -> None:
         if not lr.is_cpu:
             return
         lr = lr.item()
+    _check_number(optimizer, "lr", lr)
     if not lr >= 0:
         raise ValueError(f"{optimizer}: lr must be >= 0, got {lr}.")
 
@@ -67,27 +68,28 @@ def check_not_negative(optimizer: str, group: dict[str, Any], names: Iterable[st
             raise ValueError(f"{optimizer}: {name} must be >= 0, got {group[name]}.")
 
 
-def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]]) -> None:
+def check_numbers(optimizer: str, groups: Iterable[dict[str, Any]], call: str = "") -> None:
     """Raise TypeError or ValueError for the first hyper-parameter that is no number."""
     for group in groups:
         for name in _NUMBERS:
             if name in group and type(group[name]) not in _EXACT:
-                _check_number(optimizer, name, group[name])
+                _check_number(optimizer + call, name, group[name])
         betas = group.get("betas", (0.0, 0.0))
         if type(betas) is not tuple or [*map(type, betas)] != [float, float]:
-            _check_number(optimizer, "betas", betas)
+            _check_number(optimizer + call, "betas", betas)
 
 
-def _check_number(optimizer: str, name: str, value: Any) -> None:
+def _check_number(owner: str, name: str, value: Any) -> None:
     parts = value if name == "betas" and isinstance(value, (tuple, list)) else [value]
     for part in parts:
         if type(part) is float:
             continue
         is_one = part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, numbers.Real)
         if not is_one:
-            raise TypeError(f"{optimizer}.step: {name} of a group must be a number, got {value!r}.")
+            hint = " YAML reads 1e-3 as text: write 1.0e-3." if isinstance(part, str) else ""
+            raise TypeError(f"{owner}: {name} of a group must be a number, got {value!r}.{hint}")
     if name == "betas" and len(parts) != 2:
-        raise ValueError(f"{optimizer}.step: betas of a group must be two numbers, got {value!r}.")
+        raise ValueError(f"{owner}: betas of a group must be two numbers, got {value!r}.")
 
 
 def check_betas(optimizer: str, betas: tuple[float, float]) -> None:

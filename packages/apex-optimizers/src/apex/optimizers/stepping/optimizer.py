@@ -106,9 +106,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return numbers
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for the first hyper-parameter of a group that is out of range."""
+        """Raise for the first hyper-parameter of a group that is no number, or out of range."""
         name = self.layout.optimizer
         check_lr(name, group["lr"])
+        check_numbers(name, [group])
         if "betas" in self.defaults:
             check_betas(name, group["betas"])
         check_not_negative(name, group, [key for key in NOT_NEGATIVE if key in self.defaults])
@@ -279,7 +280,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             is_counted = self.stochastic_rounding or not self.replayable
             if is_counted and not self.capturable and is_capturing(self.param_groups):
                 self._refuse_capture()
-            check_numbers(self.layout.optimizer, self.param_groups)
+            check_numbers(self.layout.optimizer, self.param_groups, ".step")
             buckets = cache.collect(self)
             try:
                 self.step_buckets(buckets)
