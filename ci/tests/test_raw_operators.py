@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from apex_testkit.raw_calls import check_call, run_random_calls
+from apex_testkit.raw_mutations import _freed, _short
 from apex_testkit.raw_operators import Maker, check_names, operators
-from apex_testkit.raw_spoils import _freed, _short
 
 CALLS = int(os.environ.get("APEX_RAW_CALLS", "2000"))
 OPERATORS = operators()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import doctor_rtc, fitting, jit, switches, targets, toolchain, trust
+from . import compatibility, doctor_rtc, jit, switches, targets, toolchain, trust
 from .build import Op
 from .doctor_torch import (
     WHEELS,
@@ -169,7 +169,7 @@ def _toolkit_problem() -> str | None:
         major = toolchain.toolkit_major("cuda")
     except BuildError:
         return None
-    here = fitting.major(torch.version.cuda)
+    here = compatibility.major(torch.version.cuda)
     if major is None or here is None or major <= here:
         return None
     return f"nvcc is of CUDA {major}, and this torch is for CUDA {here}: the driver may be too old"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .batching import register_vmap
-from .gradients import function_of, plain_gradients, question_of, refusing
+from .gradients import function_of, plain_gradients, refusing, wanted_position
 from .operands import is_dtensor
 from .plain import plainness
 from .plain_calls import plain_functions
@@ -111,14 +111,14 @@ class Formula:
 
             return on_shards(self, arguments)
         if not kernels_serve():
-            return self.of_user(self.reference(*arguments))
+            return self.public_outputs(self.reference(*arguments))
         if torch.is_grad_enabled():
             for i in self.grads:
                 if arguments[i] is not None and arguments[i].requires_grad:
                     return self._apply(*arguments)
-        return self.of_user(self.forward(*arguments))
+        return self.public_outputs(self.forward(*arguments))
 
-    def of_user(self, results: Any) -> Any:
+    def public_outputs(self, results: Any) -> Any:
         """The outputs among results."""
         if self.outputs > 1:
             return results[: self.outputs]
@@ -129,7 +129,7 @@ class Formula:
         if self.plain_backward is not None:
             return {self.forward: self.reference, self.backward: self.plain_backward}
 
-        question = question_of(self)
+        question = wanted_position(self)
 
         def backward(*given: Any) -> Any:
             gradients, saves = given[: self.outputs], list(given[self.outputs :])

@@ -24,7 +24,7 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
     returns_one, shared = len(formula.results) == 1, [i for i in grads if i in formula.shared]
     keeps, kept, picks = places_of(formula, keeps_all=again is None)
     required, materializes = required_gradients(formula)
-    asks = question_of(formula) is not None
+    asks = wanted_position(formula) is not None
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = fused_forward(*arguments)
@@ -62,19 +62,19 @@ def function_of(formula: Any, again: Callable[..., Any] | None) -> type[Function
 def places_of(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list[int]]:
     """Positions of the arguments that are kept, of the results that are kept,
     and of what the backward takes in ``(*kept arguments, *kept results, *options, answer)``, where
-    the answer is that to :func:`question_of`.
+    the answer is that to :func:`wanted_position`.
     """
     names, results, tensors = formula.names, formula.results, formula.tensors
     keeps = [i for i in range(tensors) if keeps_all or names[i] in formula.saves]
     kept = [results.index(name) for name in formula.saves if name in results]
     pool = [*(names[i] for i in keeps), *(results[i] for i in kept), *names[tensors:]]
     picks = [pool.index(name) for name in formula.saves]
-    if (question := question_of(formula)) is not None:
+    if (question := wanted_position(formula)) is not None:
         picks.insert(question, len(pool))
     return keeps, kept, picks
 
 
-def question_of(formula: Any) -> int | None:
+def wanted_position(formula: Any) -> int | None:
     """Where the backward, behind the gradients, asks whether a gradient of ``shared`` is wanted.
 
     That is the argument that ``saves`` does not name; None if it names all.

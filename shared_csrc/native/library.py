@@ -172,7 +172,7 @@ class OpLibrary:
                 ctypes.CDLL(name)
                 torch.ops.loaded_libraries.add(str(path))
         except OSError as error:
-            from .fitting import remedy_for
+            from .compatibility import remedy_for
 
             reason = str(error.__cause__ or error)  # the loader's own words, which torch may wrap
             reason = reason.replace(name, path.name) if name else reason
@@ -214,14 +214,14 @@ class OpLibrary:
     def _search(self, op: Op, device_type: str) -> tuple[Path | None, list[str]]:
         """The wheel's own library with this op for this device; and why others do not serve."""
         from . import jit
-        from .fitting import why_unfit
+        from .compatibility import why_incompatible
 
         backends = jit.backends_of(device_type)
         unfit = []
         for entry in self.manifest().get("libraries", []):
             if entry["backend"] not in backends or op.name not in entry["ops"]:
                 continue
-            reason = why_unfit(entry)
+            reason = why_incompatible(entry)
             if reason is None:  # entries are sorted best level first
                 return self.kernels / entry["file"], []
             unfit.append(f"{entry['file']} {reason}")

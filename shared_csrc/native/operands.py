@@ -50,7 +50,7 @@ def as_rows(x: Tensor, dims: int) -> Tensor:
     """
     if dims == 1 < x.dim():
         return x
-    return whole(x, dims).reshape(*(x.shape[:-dims] or (1,)), math.prod(x.shape[-dims:]))
+    return gather_dims(x, dims).reshape(*(x.shape[:-dims] or (1,)), math.prod(x.shape[-dims:]))
 
 
 def as_vector(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -58,7 +58,7 @@ def as_vector(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if parameter is None:
         return None
     if parameter.dim() != 1:
-        parameter = whole(parameter, parameter.dim()).reshape(-1)
+        parameter = gather_dims(parameter, parameter.dim()).reshape(-1)
     return exact(parameter, dtype)
 
 
@@ -68,7 +68,7 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def whole(x: Tensor, dims: int) -> Tensor:
+def gather_dims(x: Tensor, dims: int) -> Tensor:
     """``x``, gathered along its last ``dims`` dimensions if it is a DTensor."""
     if type(x) is Tensor or not is_dtensor(x):
         return x
@@ -77,7 +77,7 @@ def whole(x: Tensor, dims: int) -> Tensor:
     return x.redistribute(x.device_mesh, row_placements(x, dims))
 
 
-def beside(x: Tensor, given: Tensor) -> Tensor:
+def replicate_like(x: Tensor, given: Tensor) -> Tensor:
     """``given``, replicated on the processes of ``x`` where that is a DTensor and it is none."""
     if type(x) is Tensor or not is_dtensor(x) or is_dtensor(given):
         return given

@@ -45,7 +45,7 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
             local[i] = placed.to_local(grad_placements=sums).contiguous()
     outputs = formula(*local)
 
-    def whole(output: torch.Tensor) -> DTensor:
+    def sharded_output(output: torch.Tensor) -> DTensor:
         shape = (*x.shape[:lead], *output.shape[lead:])
         order = sorted(range(len(shape)), key=lambda d: (-output.stride(d), d))  # in memory
         strides = [math.prod(shape[d] for d in order[k + 1 :]) for k in range(len(order))]
@@ -54,7 +54,7 @@ def on_shards(formula: Formula, arguments: tuple[Any, ...]) -> Any:
             output, mesh, placements, shape=torch.Size(shape), stride=stride, run_check=False
         )
 
-    return tuple(map(whole, outputs)) if formula.outputs > 1 else whole(outputs)
+    return tuple(map(sharded_output, outputs)) if formula.outputs > 1 else sharded_output(outputs)
 
 
 def row_placements(x: DTensor, dims: int) -> list[Placement]:

@@ -12,7 +12,7 @@ import torch
 SHARED = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SHARED.parent))
 
-from shared_csrc.native import build, fitting, jit, library, nvrtc, targets, toolchain  # noqa: E402
+from shared_csrc.native import build, compatibility, jit, library, nvrtc, targets, toolchain  # noqa: E402
 from shared_csrc.native.errors import BuildError  # noqa: E402
 
 CPU = targets.Target("cpu", "baseline")
@@ -96,7 +96,7 @@ def test_nvrtc_serves_every_nvidia_card(h100, monkeypatch, listed):
 )
 def test_which_library_of_a_wheel_is_taken(op, h100, tmp_path, monkeypatch, wanted, there, taken):
     monkeypatch.setenv("APEX_CUDA_COMPILER", wanted)
-    monkeypatch.setattr(fitting, "compiler", lambda: None)
+    monkeypatch.setattr(compatibility, "compiler", lambda: None)
     entries = [
         {"file": f"{backend}.so", "backend": backend, "archs": archs, "ops": ["my_op"]}
         for backend, archs in (("cuda", ["sm_90"]), ("gpu-rtc", []))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .raw_spoils import is_readable, spoil
+from .raw_mutations import is_readable, mutate
 
 CALLS = int(os.environ.get("APEX_RAW_CALLS", "150"))
 
@@ -47,7 +47,7 @@ class Call:
     expected: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     written: Sequence[str] = ()
     sees_overlaps: bool = True
-    spoils: list[str] = field(default_factory=list)
+    mutations: list[str] = field(default_factory=list)
 
 
 def run_random_calls(
@@ -61,7 +61,7 @@ def run_random_calls(
     Args:
         makers: each makes a valid call.
         calls: how many.
-        wild: spoil integers, and tensors of them, with the largest and smallest ones too.
+        wild: mutate integers, and tensors of them, with the largest and smallest ones too.
     """
     __tracebackhide__ = True
     counts: Counter = Counter()
@@ -72,7 +72,7 @@ def run_random_calls(
         maker = rng.choice(makers)
         call = maker(rng)
         for _ in range(rng.choice((0, 1, 1, 1, 2))):
-            call.spoils.append(spoil(rng, call.args, wild))
+            call.mutations.append(mutate(rng, call.args, wild))
         try:
             done = check_call(call)
             counts[done] += 1
@@ -80,7 +80,7 @@ def run_random_calls(
         except AssertionError as error:
             shown = {k: _shown(v) for k, v in call.args.items()}
             raise AssertionError(
-                f"call {number} of seed {seed}, {maker.__name__} spoiled by {call.spoils}: "
+                f"call {number} of seed {seed}, {maker.__name__} changed by {call.mutations}: "
                 f"{error}\narguments: {shown}"
             ) from error
     return counts

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from apex.contrib._ops import library
-from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.half_matmul import needs_float32
 from apex.contrib._shared.native.philox import draw_seed
 from apex.contrib.layer_norm.fast_layer_norm import ops as _norm
 from apex.contrib.multihead_attn import mask_softmax_dropout as _ops

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apex.contrib._ops import library
-from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.half_matmul import needs_float32
 from apex.contrib._shared.native.philox import draw_seed
 from apex.contrib.fmha.packed import Layout, check_packed, pad, unpad
 from apex.contrib.multihead_attn import mask_softmax_dropout as _ops

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import apex.contrib.conv_bias_relu.conv_bias_relu as module
-from apex.contrib._shared.native import half_products
+from apex.contrib._shared.native import half_matmul
 from apex.contrib.conv_bias_relu import (
     ConvBias,
     ConvBiasMaskReLU,
@@ -234,7 +234,7 @@ def test_autocast_casts_first_and_stays_outside(name, dtype, device):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_16_bits_on_both_kinds_of_cpu(dtype, name, is_slow, monkeypatch):
-    monkeypatch.setattr(half_products, "_slow", HALVES if is_slow else ())
+    monkeypatch.setattr(half_matmul, "_slow", HALVES if is_slow else ())
     seen = []
     convolve = F.conv2d
     monkeypatch.setattr(F, "conv2d", lambda x, *w: seen.append(x.dtype) or convolve(x, *w))

@@ -112,7 +112,7 @@ def count(monkeypatch):
 def test_layers_take_them(dtype, monkeypatch, device):
     """Forward and backward of both functions; where there is no library, the composition."""
     served = count(monkeypatch)
-    monkeypatch.setattr("apex.contrib._shared.native.half_products._slow", ())
+    monkeypatch.setattr("apex.contrib._shared.native.half_matmul._slow", ())
     layer = FusedDenseGeluDense(24, 16, 8).to(device, dtype)
     x = torch.randn(6, 24, device=device).to(dtype).requires_grad_()
     dy = torch.randn(6, 8, device=device).to(dtype)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import apex.fused_dense.fused_dense as module
-from apex.contrib._shared.native import half_products
+from apex.contrib._shared.native import half_matmul
 from apex.contrib.dense_epilogue import dense_activation_backward, dense_gelu
 from apex.fused_dense import (
     DenseNoBiasFunc,
@@ -217,7 +217,7 @@ def test_a_backward_under_autocast_changes_nothing(name, device):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", ["dense", "gelu"])
 def test_16_bits_on_both_kinds_of_cpu(dtype, name, is_slow, monkeypatch):
-    monkeypatch.setattr(half_products, "_slow", HALVES if is_slow else ())
+    monkeypatch.setattr(half_matmul, "_slow", HALVES if is_slow else ())
     seen = []
 
     class Linears(TorchFunctionMode):
@@ -243,11 +243,11 @@ def test_a_processor_says_whether_it_has_float16(monkeypatch):
         _is_mkldnn_fp16_supported = staticmethod(lambda: True)
 
     monkeypatch.setattr(torch.ops, "mkldnn", Probe)
-    assert half_products.cpu_multiplies_float16()
+    assert half_matmul.cpu_multiplies_float16()
     monkeypatch.setattr(Probe, "_is_mkldnn_fp16_supported", staticmethod(lambda: False))
-    assert not half_products.cpu_multiplies_float16()
+    assert not half_matmul.cpu_multiplies_float16()
     monkeypatch.setattr(torch.ops, "mkldnn", object())  # a torch without oneDNN
-    assert not half_products.cpu_multiplies_float16()
+    assert not half_matmul.cpu_multiplies_float16()
 
 
 def test_a_processor_says_whether_it_has_bfloat16(monkeypatch):
@@ -255,21 +255,21 @@ def test_a_processor_says_whether_it_has_bfloat16(monkeypatch):
     for name in has:
         monkeypatch.setattr(torch.cpu, name, lambda name=name: has[name])
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert not half_products.cpu_multiplies_bfloat16()
-    monkeypatch.setattr(half_products, "cpu_multiplies_float16", lambda: True)
-    assert half_products.slow_dtypes() == (torch.bfloat16,)
+    assert not half_matmul.cpu_multiplies_bfloat16()
+    monkeypatch.setattr(half_matmul, "cpu_multiplies_float16", lambda: True)
+    assert half_matmul.slow_dtypes() == (torch.bfloat16,)
     for name in has:
         has[name] = True
-        assert half_products.cpu_multiplies_bfloat16()
+        assert half_matmul.cpu_multiplies_bfloat16()
         has[name] = False
     monkeypatch.setattr("platform.machine", lambda: "aarch64")  # nobody measured it there
-    assert half_products.cpu_multiplies_bfloat16()
+    assert half_matmul.cpu_multiplies_bfloat16()
 
 
 def test_few_products_stay_as_they_are(monkeypatch):
     """Converting operands would take longer than multiplying them."""
-    monkeypatch.setattr(half_products, "_slow", HALVES)
-    asks = lambda rows, size, dtype: half_products.needs_float32(
+    monkeypatch.setattr(half_matmul, "_slow", HALVES)
+    asks = lambda rows, size, dtype: half_matmul.needs_float32(
         torch.ones(rows, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     )
     assert [asks(rows, 16, torch.float16) for rows in (16, 17)] == [False, True]

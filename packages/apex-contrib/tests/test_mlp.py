@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from apex.contrib._shared.native import half_products
+from apex.contrib._shared.native import half_matmul
 from apex.contrib.dense_epilogue import decompositions, dense_activation_backward
 from apex.mlp import MLP, MlpFunction, mlp_function
 from apex_testkit import FLOATS, assert_as_accurate_as, assert_compiles
@@ -172,7 +172,7 @@ def test_a_backward_under_autocast_changes_nothing(device):
 @pytest.mark.parametrize("is_slow", [True, False], ids=["no arithmetic of 16 bits", "16 bits"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_16_bits_on_both_kinds_of_cpu(dtype, is_slow, monkeypatch):
-    monkeypatch.setattr(half_products, "_slow", HALVES if is_slow else ())
+    monkeypatch.setattr(half_matmul, "_slow", HALVES if is_slow else ())
     seen = []
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *w: seen.append(x.dtype) or linear(x, *w))

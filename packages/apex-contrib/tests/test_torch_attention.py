@@ -83,7 +83,7 @@ def forced(monkeypatch):
     monkeypatch.setattr(attention, "takes_sdpa", lambda _, *rest: takes_sdpa("cuda", *rest))
     count = lambda *given: calls.append(0) or by_sdpa(*given)
     monkeypatch.setattr(attention, "attend_without_weights", count)
-    monkeypatch.setattr("apex.contrib._shared.native.half_products._slow", ())
+    monkeypatch.setattr("apex.contrib._shared.native.half_matmul._slow", ())
     return lambda: len(calls)
 
 
@@ -218,7 +218,7 @@ def test_packed_sequences(dtype, lengths, monkeypatch):
     calls = []
     serves = lambda qkv, p: calls.append(p) or True
     monkeypatch.setattr(fmha_module, "serves_packed", serves)
-    monkeypatch.setattr("apex.contrib._shared.native.half_products._slow", ())
+    monkeypatch.setattr("apex.contrib._shared.native.half_matmul._slow", ())
     actual = with_gradients(function, dy, [qkv])
     assert calls == [0.0]
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)

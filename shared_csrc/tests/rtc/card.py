@@ -85,15 +85,15 @@ def insert() -> ctypes.CDLL:
 
 
 def _connect(native: str, maker: str) -> None:
-    jit, drivers, rtc, fitting, nvrtc, hiprtc = (
+    jit, drivers, rtc, compatibility, nvrtc, hiprtc = (
         importlib.import_module(f"{native}.{name}")
-        for name in ("jit", "drivers", "rtc", "fitting", "nvrtc", "hiprtc")
+        for name in ("jit", "drivers", "rtc", "compatibility", "nvrtc", "hiprtc")
     )
     jit.backend_of = lambda device_type: toolchain.RTC
     jit.backends_of = lambda device_type: (toolchain.RTC,)
     kind = hiprtc.Hiprtc if maker == "amd" else nvrtc.Nvrtc
     file, torch_file = (Path(os.environ[FOLDER], name) for name in LIBRARIES[maker][:2])
-    drivers.compiler = rtc.compiler = fitting.compiler = functools.cache(lambda: kind(file))
+    drivers.compiler = rtc.compiler = compatibility.compiler = functools.cache(lambda: kind(file))
     stream = ctypes.CDLL(str(torch_file)).aoti_torch_get_current_cuda_stream
     rtc.current_stream = lambda: ctypes.cast(stream, drivers.CurrentStream)
 

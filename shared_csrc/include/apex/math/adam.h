@@ -8,9 +8,9 @@
 #include <cmath>
 
 #include "apex/core/step_numbers.h"
-#include "apex/math/chance.h"
 #include "apex/math/clip.h"
 #include "apex/math/decay.h"
+#include "apex/math/stochastic_rounding.h"
 
 namespace apex {
 inline namespace APEX_BACKEND_NS {
@@ -91,11 +91,11 @@ struct AdamHyper {
   bool decoupled;
   StepNumbers numbers;
   bool grad_averaging = true;
-  Chance chance = {};
+  RoundingKey rounding = {};
 
-  APEX_HD Chance chance_of_step() const {
+  APEX_HD RoundingKey rounding_of_step() const {
     const int* step = numbers.device_step;
-    return {chance.key, step != nullptr ? static_cast<uint32_t>(*step) : chance.step};
+    return {rounding.key, step != nullptr ? static_cast<uint32_t>(*step) : rounding.step};
   }
 };
 
@@ -155,7 +155,7 @@ enum AdamParts : int {
   kUnscales = 1,  // gradients, in memory
   kClips = 2,     // gradients, on their way to the step
   kMasters = 4,
-  kByChance = 8,  // rounds parameters by chance
+  kStochastic = 8,  // rounds parameters by chance
 };
 
 // The step whose numbers may live on the device, so that a captured graph can be replayed. S: how
@@ -171,9 +171,9 @@ struct AdamLaunch {
   APEX_HD bool skip() const { return hyper.numbers.skip(); }
 
   APEX_HD auto prepare() const {
-    if constexpr ((kParts & kByChance) != 0) {
+    if constexpr ((kParts & kStochastic) != 0) {
       static_assert((kParts & kMasters) == 0);
-      return RoundedTensors<decltype(unscaled())>{unscaled(), hyper.chance_of_step()};
+      return RoundedTensors<decltype(unscaled())>{unscaled(), hyper.rounding_of_step()};
     } else if constexpr ((kParts & kMasters) != 0) {
       return WithMaster<decltype(unscaled())>{unscaled()};
     } else {

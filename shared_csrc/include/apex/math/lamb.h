@@ -137,8 +137,8 @@ struct LambSecondPass {
 
   APEX_HD bool skip() const { return hyper.numbers.skip(); }
   APEX_HD auto prepare() const {
-    if constexpr (kResults == Results::kRoundByChance) {
-      return RoundedTensors<decltype(tensors())>{tensors(), hyper.chance_of_step()};
+    if constexpr (kResults == Results::kStochasticRounding) {
+      return RoundedTensors<decltype(tensors())>{tensors(), hyper.rounding_of_step()};
     } else {
       return tensors();
     }

@@ -4,8 +4,8 @@
 // form of torch.optim.SGD: velocity in gradient units, multiplied by the learning rate of the step.
 #pragma once
 
-#include "apex/math/chance.h"
 #include "apex/math/decay.h"
+#include "apex/math/stochastic_rounding.h"
 #include "apex/math/with_copy.h"
 
 namespace apex {
@@ -49,9 +49,9 @@ struct SgdLaunch {
 
   SgdHyper hyper;
   double lr;
-  const float* device_lr;  // the learning rate if not null
-  const int* noop_flag;    // may be null
-  Chance chance = {};      // of kRoundByChance
+  const float* device_lr;     // the learning rate if not null
+  const int* noop_flag;       // may be null
+  RoundingKey rounding = {};  // of kStochasticRounding
 
   APEX_HD bool skip() const { return noop_flag != nullptr && *noop_flag != 0; }
 
@@ -66,8 +66,8 @@ struct SgdLaunch {
                     hyper.first_run};
     if constexpr (kResults == Results::kCopy) {
       return WithCopy<SgdStep<T>>{step};
-    } else if constexpr (kResults == Results::kRoundByChance) {
-      return RoundedTensors<SgdStep<T>>{step, chance};
+    } else if constexpr (kResults == Results::kStochasticRounding) {
+      return RoundedTensors<SgdStep<T>>{step, rounding};
     } else {
       return step;
     }

@@ -7,7 +7,7 @@ namespace apex {
 inline namespace APEX_BACKEND_NS {
 
 // What a step does with the new parameters beside storing them.
-enum class Results { kStore, kCopy, kRoundByChance };
+enum class Results { kStore, kCopy, kStochasticRounding };
 
 // For float32 masters of 16-bit parameters: the copy is the first column, the master the second.
 template <class Step>

@@ -15,7 +15,7 @@ inline namespace APEX_BACKEND_NS {
 struct Passes {
   bool first, second;
   double* squares;
-  bool rounds_by_chance = false;  // the second one
+  bool rounds_stochastically = false;  // the second one
 };
 
 // Both passes without `squares`; with them the one that was asked for.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from apex.contrib._shared.native.composed import Composed
-from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.half_matmul import needs_float32
 from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import FLOATS, autocast
 from apex.contrib._shared.native.plain import explain, plainness

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from apex.contrib._shared.native.composed import plainly
-from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.half_matmul import needs_float32
 from apex.contrib.dense_epilogue.layer import dense_forward
 from apex.contrib.dense_epilogue.products import check_input, check_layer, linear_gradients
 

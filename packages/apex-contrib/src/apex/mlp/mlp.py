@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from apex.contrib._shared.native.composed import Composed, plainly
-from apex.contrib._shared.native.half_products import needs_float32
+from apex.contrib._shared.native.half_matmul import needs_float32
 from apex.contrib._shared.native.named_functions import NamedFunction
 from apex.contrib._shared.native.operands import FLOATS, autocast
 from apex.contrib._shared.native.plain import direct, plainness

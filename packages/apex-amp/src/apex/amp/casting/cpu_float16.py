@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from .._shared.native.half_products import FEW as _FEW
-from .._shared.native.half_products import cpu_multiplies_float16
+from .._shared.native.half_matmul import FEW as _FEW
+from .._shared.native.half_matmul import cpu_multiplies_float16
 
 _CONVOLUTION_BACKWARD = "convolution_backward"
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addmv", "addbmm", "dot", "vdot")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import plainly
-from .._shared.native.half_products import is_slow
+from .._shared.native.half_matmul import is_slow
 from .._shared.native.operands import autocast
 from ..group_batch_norm.over_group import frozen
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn import grad as convolution
 
 from .._shared.native.composed import plainly
-from .._shared.native.half_products import is_slow
+from .._shared.native.half_matmul import is_slow
 
 __all__ = ["Layers", "back", "image", "layers_of", "run"]
 

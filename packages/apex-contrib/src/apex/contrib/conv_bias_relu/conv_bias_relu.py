@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import Composed, plainly
-from .._shared.native.half_products import is_slow
+from .._shared.native.half_matmul import is_slow
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.operands import autocast
 from .._shared.native.transforms import is_transformed

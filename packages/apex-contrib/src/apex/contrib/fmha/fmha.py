@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._shared.native.composed import Composed, plainly
-from .._shared.native.half_products import needs_float32
+from .._shared.native.half_matmul import needs_float32
 from .._shared.native.named_functions import NamedFunction
 from .._shared.native.philox import draw_seed
 from .._shared.native.transforms import kernels_serve

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .._shared.native.once import not_twice_differentiable
+from .._shared.native.once_differentiable import not_twice_differentiable
 from .._shared.native.operands import FLOATS, check_floating, exact, statistics_dtype
 from .._shared.native.plain import apply_of, direct, plainness
 from .._shared.native.rank_statistics import BatchKernels, batch_statistics, reduce_sums

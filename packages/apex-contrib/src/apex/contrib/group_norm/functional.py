@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._shared.native.operands import are_exact, beside, check_floating, exact
+from .._shared.native.operands import are_exact, check_floating, exact, replicate_like
 from .._shared.native.plain import explain, plainness
 from .group_norm_nhwc.formula import group_norm_nhwc
 
@@ -68,9 +68,9 @@ def group_norm(
             explain(check, x, G, weight, bias, eps)
     check(x, G, weight, bias, eps)
     if weight is not None:
-        weight = exact(beside(x, weight))
+        weight = exact(replicate_like(x, weight))
     if bias is not None:
-        bias = exact(beside(x, bias))
+        bias = exact(replicate_like(x, bias))
     return group_norm_nhwc(x, weight, bias, G, float(eps), silu, zero_centered_gamma)
 
 

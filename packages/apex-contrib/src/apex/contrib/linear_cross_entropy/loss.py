@@ -11,7 +11,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn import functional as F
 
 from .._shared.native.composed import Composed
-from .._shared.native.half_products import needs_float32
+from .._shared.native.half_matmul import needs_float32
 from .._shared.native.operands import check_floating, is_autocast, statistics_dtype
 from .._shared.native.transforms import is_transformed
 from .chunks import NO_PADDING, Option, losses_of, walk

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import plainly
-from .._shared.native.half_products import needs_float32
+from .._shared.native.half_matmul import needs_float32
 from .._shared.native.operands import autocast, exact, is_dtensor, statistics_dtype
 from .._shared.native.philox import draw_seed
 from .._shared.native.plain import plainness

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._shared.native.composed import Composed, plainly
-from .._shared.native.half_products import is_slow
+from .._shared.native.half_matmul import is_slow
 from .._shared.native.operands import autocast, check_floating, is_dtensor, statistics_dtype
 from .._shared.native.transforms import is_transformed, kernels_serve
 from ..multihead_attn.mask_softmax_dropout import mask_softmax_backward, mask_softmax_forward

@@ -48,8 +48,8 @@ void adam_step(const TensorList& params, const TensorList& grads, const TensorLi
   StepNumbers numbers = make_step_numbers(lr, step, {beta1, beta2, bias_correction});
   call.hyper = {beta1, beta2, eps, weight_decay, decoupled, numbers};
   call.hyper.numbers.clip = optional_number<double>(op, "clip", clip, params[0]);
-  call.hyper.chance = {static_cast<uint64_t>(rounding_key.value_or(0)),
-                       static_cast<uint32_t>(step)};
+  call.hyper.rounding = {static_cast<uint64_t>(rounding_key.value_or(0)),
+                         static_cast<uint32_t>(step)};
   choose_adam<kPlainAdam>(call, table);
 }
 
@@ -98,7 +98,7 @@ void adam_step_capturable(const TensorList& params, const TensorList& grads,
   numbers.inverse_scale = optional_number<float>(op, "inv_scale", inv_scale, params[0]);
   numbers.found_inf = optional_number<float>(op, "found_inf", found_inf, params[0]);
   numbers.clip = optional_number<double>(op, "clip", clip, params[0]);
-  call.hyper.chance.key = static_cast<uint64_t>(rounding_key.value_or(0));
+  call.hyper.rounding.key = static_cast<uint64_t>(rounding_key.value_or(0));
   choose_adam<kUnscales>(call, table);
 }
 

@@ -73,10 +73,10 @@ void launch_adam(const AdamCall& call, const TensorTable& table) {
     foreach<Out<P>, G, Moment, Moment, InOut<float>, Largest...>(context, table, step);
   } else {
     if constexpr (std::is_same_v<P, BFloat16>) {
-      const AdamLaunch<P, kParts | kByChance> by_chance{call.hyper, call.sign};
+      const AdamLaunch<P, kParts | kStochastic> rounded{call.hyper, call.sign};
       using Param = InOut<CutBFloat16>;
       if (call.rounds) {
-        return foreach<Param, G, Moment, Moment, Largest...>(context, table, by_chance);
+        return foreach<Param, G, Moment, Moment, Largest...>(context, table, rounded);
       }
     }
     foreach<InOut<P>, G, Moment, Moment, Largest...>(context, table, step);

@@ -96,7 +96,7 @@ void run_lamb(const Context& context, const TensorTable& table, const LambHyper&
     }
     if (!passes.second) return;
     if constexpr (std::is_same_v<P, BFloat16>) {
-      if (passes.rounds_by_chance) {
+      if (passes.rounds_stochastically) {
         LambSecondPass<T, false, Results::kRoundByChance> second{hyper, squares};
         return foreach<InOut<CutBFloat16>, In<M>, In<M>>(context, columns_of(table, {0, 2, 3}),
                                                          second);
@@ -133,7 +133,7 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
   Passes passes = chosen_passes(op, squares, only_pass, params);
   check_moments(op, exp_avgs, exp_avg_sqs);
   const Tensor& like = params[0];
-  passes.rounds_by_chance = rounding_key.has_value();
+  passes.rounds_stochastically = rounding_key.has_value();
   check(!rounding_key || (copies.empty() && like.scalar_type() == ScalarType::BFloat16 &&
                           exp_avgs[0].scalar_type() == ScalarType::Float),
         op,
@@ -146,7 +146,7 @@ void lamb_step(const TensorList& params, const TensorList& grads, const TensorLi
                   use_nvlamb,
                   maximize};
   set_device_numbers(op, hyper.numbers, {device_lr, device_step, inv_scale, found_inf}, like);
-  hyper.chance = {static_cast<uint64_t>(rounding_key.value_or(0)), static_cast<uint32_t>(step)};
+  hyper.rounding = {static_cast<uint64_t>(rounding_key.value_or(0)), static_cast<uint32_t>(step)};
   hyper.max_grad_norm = max_grad_norm;
   hyper.device_max_grad_norm =
       optional_number<float>(op, "device_max_grad_norm", device_max_grad_norm, like);

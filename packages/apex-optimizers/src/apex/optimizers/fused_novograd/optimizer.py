@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stepping.buckets import StateLayout, ask
+from ..stepping.buckets import StateLayout, call_with_repair
 from ..stepping.checkpoints import load_between_hooks, matching_params
 from ..stepping.optimizer import FusedOptimizer, amp_c_function
 from ..stepping.sharding import norms_of, reduce_over_shards
@@ -205,7 +205,7 @@ class FusedNovoGrad(FusedOptimizer):
         numbers["reg_inside_moment"] = self.moment_mode == 0
         numbers["is_max_norm"] = group["norm_type"] == 0
         if _has_given_norms(bucket):
-            numbers["grad_norms"] = ask([bucket], _given_norms, bucket)
+            numbers["grad_norms"] = call_with_repair([bucket], _given_norms, bucket)
         return numbers
 
 

@@ -47,7 +47,7 @@ class StateLayout:
     has_copies: bool = False  # whether 16-bit copies of float32 masters are written, too
 
 
-def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
+def call_with_repair(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
     """``call(*args)``, which hands the lists of these buckets to operators; again after a repair.
 
     Operators look at all tensors before they write to any, and say no by an error. Here alone it is
@@ -68,10 +68,10 @@ def ask(buckets: Sequence[Bucket], call: Callable[..., Any], *args: Any) -> Any:
         mended = [bucket.mend() for bucket in buckets]
         if not any(mended):
             raise
-    return ask(buckets, call, *args)
+    return call_with_repair(buckets, call, *args)
 
 
-class MasterMarks:
+class MasterVersions:
     """The state in which a step left parameters that have masters.
 
     If a parameter was changed since, for instance by ``load_state_dict`` of its model or by
@@ -167,7 +167,7 @@ class Bucket:
         self.is_complex = self.dtype.is_complex
         self._is_plain = not (self.is_sharded or self.is_complex)
         self.has_masters = layout.has_masters and MASTER in self.states[0]
-        self.marks = MasterMarks()
+        self.master_versions = MasterVersions()
         held = self.step.held
         may_hold = held and not self.is_complex and is_worth_holding(self.params)
         self._holder = Holder(held) if may_hold else None
@@ -255,7 +255,7 @@ class Bucket:
         return self._grad_dtypes != set(map(_dtype_of, self.grads))
 
     def run(self, values: Sequence[Any]) -> None:
-        """Call the step operator on the lists and its numbers, as :func:`ask` does."""
+        """Call the step operator on the lists and its numbers, as :func:`call_with_repair` does."""
         step = self.step
         if self.pipeline is not None:
             self.pipeline.wait(self)
@@ -283,7 +283,7 @@ class Bucket:
         # Autograd then notices a backward pass over values from before the step.
         torch.autograd.graph.increment_version(self._written)
         if self.has_masters:
-            self.marks.count()
+            self.master_versions.count()
         if self.pipeline is not None:
             self.pipeline.send(self)
 
@@ -304,7 +304,7 @@ class Bucket:
         params, masters = self.local(self.params), self.local(self.lists[-1])
         if masters[0].dtype == torch.int16:
             return  # a remainder is part of the parameter itself
-        changed = self.marks.changed(self.params, params)
+        changed = self.master_versions.changed(self.params, params)
         if not changed:
             return
         self.check_new_gradients()  # a step that is refused changes no master
@@ -313,7 +313,7 @@ class Bucket:
             is_rounded = whole.to(param.device, param.dtype) == param
             value = torch.where(is_rounded, whole.to(param.device), param)
             self.set_master(index, masters[index], value)
-        self.marks.take(self.params, params)
+        self.master_versions.take(self.params, params)
 
     def whole_master(self, index: int, master: Tensor) -> Tensor:
         """The float32 master of a parameter, by its number, as it is kept."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import Bucket, ask
+from .buckets import Bucket, call_with_repair
 from .checks import SEED
 from .sharding import norms_of, placement_of, whole_number
 
@@ -137,7 +137,7 @@ def norm_of_gradients(buckets: list[Bucket], wide: bool = False) -> Tensor:
     Raises:
         RuntimeError: a gradient is sparse or does not match its parameter.
     """
-    return ask(buckets, _norm_of_all, buckets, wide)
+    return call_with_repair(buckets, _norm_of_all, buckets, wide)
 
 
 def _norm_of_all(buckets: list[Bucket], wide: bool) -> Tensor:

@@ -290,7 +290,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 cache.forget()
                 self.step_buckets(cache.collect(self))
         except BaseException:
-            cache.take_back(self.state)
+            cache.roll_back(self.state)
             raise
         finally:
             cache.drop()

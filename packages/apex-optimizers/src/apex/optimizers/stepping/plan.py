@@ -26,7 +26,8 @@ class BucketCache:
         self._groups: list[_GroupBuckets | None] = []
         self.buckets: list[Bucket] = []  # of all groups
         self._order = StateOrder()
-        self._marks: dict[int, tuple[int, int]] = {}  # of parameters in buckets that were given up
+        # Of parameters in buckets that were given up.
+        self._master_versions: dict[int, tuple[int, int]] = {}
         # Parameters in buckets that were made for this step, and their states from before.
         self._started: list[tuple[Tensor, dict[str, Any] | None]] = []
 
@@ -73,10 +74,10 @@ class BucketCache:
     def forget(self) -> None:
         """Make all buckets anew in the next step."""
         for bucket in self.buckets:
-            self._marks.update(bucket.marks.known(bucket.params))
+            self._master_versions.update(bucket.master_versions.known(bucket.params))
         self._groups, self.buckets = [], []
 
-    def take_back(self, state: dict[Any, Any]) -> None:
+    def roll_back(self, state: dict[Any, Any]) -> None:
         """Undo what was made of states for buckets that a failing step did not come to.
 
         All buckets are made anew in the next step: the failure may have left half of them.
@@ -100,13 +101,13 @@ class BucketCache:
             bucket.has_run = False
 
     def _renew(self, optimizer: Any, indices: list[int]) -> None:
-        wanted = [_Wanted(optimizer, group) for group in optimizer.param_groups]
+        wanted = [_CurrentGroup(optimizer, group) for group in optimizer.param_groups]
         for group in wanted:  # a step that fails changes nothing
             group.check(optimizer)
         for index in indices:
             old = self._groups[index]
             for bucket in old.buckets if old else ():
-                self._marks.update(bucket.marks.known(bucket.params))
+                self._master_versions.update(bucket.master_versions.known(bucket.params))
             made = self._groups[index] = _GroupBuckets(optimizer, wanted[index])
             made.make(optimizer, wanted[index], self._started)
         self.buckets = [bucket for group in self._groups for bucket in group.buckets]
@@ -117,11 +118,11 @@ class BucketCache:
                 cached.find(self._order)
             fresh = cached.buckets if index in indices else []
             for bucket in fresh:
-                bucket.marks.set_known(bucket.params, self._marks)
+                bucket.master_versions.set_known(bucket.params, self._master_versions)
             cached.take(optimizer, wanted[index].group, values)
             for bucket in fresh:
                 bucket.remember()
-        self._marks = {}
+        self._master_versions = {}
 
 
 class StateOrder:
@@ -151,7 +152,7 @@ class StateOrder:
         return None if positions == list(range(len(self._keys))) else positions
 
 
-class _Wanted:
+class _CurrentGroup:
     """What a group is in this step."""
 
     __slots__ = ("copies", "grads", "group", "keys", "lists", "missing", "params", "sources")
@@ -203,7 +204,7 @@ def _chosen(tensors: list[Any], indices: list[int]) -> list[Any]:
 class _GroupBuckets:
     """The buckets of one group for one pattern of present gradients."""
 
-    def __init__(self, optimizer: Any, wanted: _Wanted) -> None:
+    def __init__(self, optimizer: Any, wanted: _CurrentGroup) -> None:
         self._group, self._keys, self._missing = wanted.group, wanted.keys, wanted.missing
         self._lists = tuple(map(list, wanted.lists))
         self._switch = optimizer.switch
@@ -250,7 +251,7 @@ class _GroupBuckets:
     def make(
         self,
         optimizer: Any,
-        wanted: _Wanted,
+        wanted: _CurrentGroup,
         started: list[tuple[Tensor, dict[str, Any] | None]],
     ) -> None:
         """Make the buckets, and states where they are missing; add to ``started`` what was."""

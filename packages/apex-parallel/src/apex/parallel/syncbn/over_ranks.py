@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .._shared.native.once import not_twice_differentiable
+from .._shared.native.once_differentiable import not_twice_differentiable
 from .._shared.native.operands import statistics_dtype
 from .._shared.native.plain import NOT_PLAIN, WITH_GRADIENT, apply_of, direct, plainness
 from .._shared.native.rank_statistics import batch_statistics, reduce_sums

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...parallel._shared.native.operands import beside, check_floating
+from ...parallel._shared.native.operands import check_floating, replicate_like
 from .rotary_embedding import rotary_embedding, rotary_embedding_2d
 
 
@@ -52,7 +52,7 @@ def _rows(name: str, argument: str, t: Tensor, given: Tensor) -> Tensor:
             f"{t.shape[-1]} channels of t; got {list(given.shape)}."
         )
     _check_device(name, argument, t, given)
-    return beside(t, given.reshape(rows, width).contiguous())
+    return replicate_like(t, given.reshape(rows, width).contiguous())
 
 
 def _check_device(name: str, argument: str, t: Tensor, given: Tensor) -> None:
@@ -126,7 +126,7 @@ def of_sequences(
     own = torch.searchsorted(starts, tokens, right=True) - 1
     positions = tokens - starts[own.clamp(min=0)]
     x = t.unsqueeze(0).transpose(1, 2)
-    y = rotate(x, cos, sin, beside(t, positions), True)
+    y = rotate(x, cos, sin, replicate_like(t, positions), True)
     return y.transpose(1, 2).squeeze(0)
 
 
@@ -171,7 +171,7 @@ def on_a_plane(
                 f"got {list(own.shape)}."
             )
         _check_device(name, argument, t, own)
-        given.append(beside(t, own.reshape(rows, -1).contiguous()))
+        given.append(replicate_like(t, own.reshape(rows, -1).contiguous()))
     _check_alike(name, given[0], given[1])
     _check_alike(name, given[2], given[3])
     if given[0].dtype != given[2].dtype:

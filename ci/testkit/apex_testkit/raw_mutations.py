@@ -17,7 +17,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.in
 _WILD = (-(2**63), -(2**62), -2, -1, 0, 2**31, 2**61 + 1, 2**62, 2**63 - 1)
 
 
-def spoil(rng: random.Random, args: dict[str, Any], wild: bool = False) -> str:
+def mutate(rng: random.Random, args: dict[str, Any], wild: bool = False) -> str:
     """Change one argument in place; return what was done, for messages.
 
     Args:

@@ -12,13 +12,13 @@ inline namespace APEX_BACKEND_NS {
 // What has a neighbour of x in bfloat16 as its upper half, to be stored as CutBFloat16: the one
 // further from 0 with a chance of x's distance to the other. `random` has 16 random bits. Numbers
 // of bfloat16, infinity and NaN stay what they are.
-APEX_HD float round_by_chance(float x, uint32_t random) {
+APEX_HD float round_stochastically(float x, uint32_t random) {
   const float rounded = bit_cast<float>(bit_cast<uint32_t>(x) + random);
   return x == x ? rounded : bit_cast<float>(0x7fc00000u);
 }
 
 // What the random bits of a step depend on, beside an element's index and its tensor's row.
-struct Chance {
+struct RoundingKey {
   uint64_t key = 0;
   uint32_t step = 0;
 
@@ -27,9 +27,9 @@ struct Chance {
   }
 };
 
-// A step that leaves its first column, the parameter, a CutBFloat16, rounded by chance.
+// A step that leaves its first column, the parameter, a CutBFloat16, rounded stochastically.
 template <class Step>
-struct RoundedByChance {
+struct StochasticallyRounded {
   using value_type = float;
 
   Step step;
@@ -40,7 +40,7 @@ struct RoundedByChance {
   template <class... Columns>
   APEX_HD void operator()(uint16_t random, float& p, Columns&... columns) const {
     step(p, columns...);
-    p = round_by_chance(p, random);
+    p = round_stochastically(p, random);
   }
 };
 
@@ -48,14 +48,14 @@ struct RoundedByChance {
 template <class Steps>
 struct RoundedTensors {
   Steps steps;
-  Chance chance;
+  RoundingKey rounding;
 
   APEX_HD auto for_tensor(int64_t tensor) const {
     if constexpr (requires { steps.for_tensor(tensor); }) {
       using Step = decltype(steps.for_tensor(tensor));
-      return RoundedByChance<Step>{steps.for_tensor(tensor), chance.of(tensor)};
+      return StochasticallyRounded<Step>{steps.for_tensor(tensor), rounding.of(tensor)};
     } else {
-      return RoundedByChance<Steps>{steps, chance.of(tensor)};
+      return StochasticallyRounded<Steps>{steps, rounding.of(tensor)};
     }
   }
 };

@@ -13,7 +13,7 @@ from .errors import BuildError
 from .toolchain import RTC
 
 
-def why_unfit(entry: dict[str, Any]) -> str | None:
+def why_incompatible(entry: dict[str, Any]) -> str | None:
     """Why a library of the wheel cannot be loaded or run here; None if it can."""
     backend, toolkit = entry["backend"], entry.get("toolkit")
     if backend == "cpu":
