@@ -1,6 +1,6 @@
 """NeMo's subclass of DistributedFusedAdam, its own file unmodified, on two and four processes.
 
-NeMo 1.14 has what its first version overrides, NeMo 2.2 what its last one does. ``__init__`` files
+NeMo 1.14 has what its first version overrides, NeMo 3.0 what its newest does. ``__init__`` files
 are left out, because they import all of NeMo; Transformer Engine's version is said to be 0.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 NEMO = Path(find_spec("nemo").submodule_search_locations[0])
-IS_NEW = find_spec("megatron") is not None  # whose groups NeMo 2.2 takes
+IS_NEW = find_spec("megatron") is not None  # whose groups NeMo 3 takes
 HYPER = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.98)}
 SMALL = {"bucket_cap_mb": 0.001}
 STEPS = 4
