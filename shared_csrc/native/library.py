@@ -45,6 +45,7 @@ class OpLibrary:
         self.op_folders: dict[str, Path] = {}  # of every op of the modules that are imported
         self.doctor = f"`python -m {self.package}` shows what this installation finds."
         self._torch_library = torch.library.Library(namespace, "FRAGMENT")
+        # Both change under the lock alone. Who asks without it may load what is loaded: that waits.
         self._loaded: set[tuple[str, str]] = set()  # (op folder's name, device type)
         self._opened: set[Path] = set()
         self._lock = threading.RLock()
