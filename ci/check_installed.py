@@ -5,10 +5,12 @@ python check_installed.py PACKAGE...
 APEX_CPU_LEVELS is what it was when the wheels were built.
 """
 
+import importlib
 import importlib.util
 import json
 import os
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +35,7 @@ def main(packages: list[str]) -> None:
             f"apex.{main_package} comes from {folder}, not from this environment's wheel",
         )
         check_kernels(package, folder)
+    check_gil(packages)
 
 
 def check_kernels(package: str, folder: Path) -> None:
@@ -54,6 +57,14 @@ def check_kernels(package: str, folder: Path) -> None:
         expect(file.is_file(), f"{package}: the manifest names {file.name}, which is missing")
     on_gpus = [entry for entry in libraries if entry["backend"] == RTC and ops == set(entry["ops"])]
     expect(len(on_gpus) == 1, f"{package}: no library with the host's half of all GPU code")
+
+
+def check_gil(packages: list[str]) -> None:
+    """A Python that is built without a GIL has none after all imports, either."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        for package in packages:
+            importlib.import_module(f"apex.{package.removeprefix('apex-')}")
+        expect(not sys._is_gil_enabled(), "an import has switched the GIL on")
 
 
 def expect(condition: bool, failure: str) -> None:

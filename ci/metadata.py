@@ -10,6 +10,7 @@ from pathlib import Path
 from ci.workspace import MATRIX, PACKAGES, tomllib
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FREE = "Free Threading :: 1 - Unstable"  # experimental: see docs/supported.md
 IN_REPOSITORY = re.compile(r"(?:blob|tree)/main/([^#]+)(?:#.*)?")
 # Files of the repository, named as if the reader had them.
 PATH_IN_TEXT = re.compile(r"`(?:docs|packages|shared_csrc|ci)/[\w./-]*`")
@@ -37,8 +38,9 @@ def project_complaints(project: dict, package: str) -> Iterator[str]:
     if project.get("urls") != urls:
         yield f"expected [project.urls] {urls}"
     pythons = [c.removeprefix(prefix) for c in project["classifiers"] if c.startswith(prefix)]
-    if pythons != ["3 :: Only", *MATRIX["pythons"]]:
-        yield f"expected classifiers {prefix}3 :: Only, and the same of {MATRIX['pythons']}"
+    wanted = ["3 :: Only", *MATRIX["pythons"], *([FREE] if MATRIX["free_threaded"] else [])]
+    if pythons != wanted:
+        yield f"expected classifiers {prefix}3 :: Only, and the same of {wanted[1:]}"
     if project["requires-python"] != f">={MATRIX['pythons'][0]}":
         yield f"expected requires-python >={MATRIX['pythons'][0]}"
     if (project.get("license"), project.get("license-files")) != ("BSD-3-Clause", ["LICENSE"]):

@@ -25,7 +25,8 @@ RELEASE = re.compile(r"\d+\.\d+\.\d+")  # no release candidates
 
 def main() -> None:
     file = ROOT / "ci" / "matrix.toml"
-    text, changes = updated(file.read_text(), MATRIX["torch"], MATRIX["pythons"], index_versions)
+    pythons = [*MATRIX["pythons"], *MATRIX["free_threaded"]]
+    text, changes = updated(file.read_text(), MATRIX["torch"], pythons, index_versions)
     file.write_text(text)
     if changes:
         subprocess.run([sys.executable, str(ROOT / "ci" / "supported.py")], check=True)
@@ -35,7 +36,9 @@ def main() -> None:
 def index_versions(python: str) -> list[str]:
     """Return the versions of torch that have wheels for a Python, as pip sees them."""
     command = [sys.executable, "-m", "pip", "index", "versions", "torch"]
-    command += ["--python-version", python, "--only-binary", ":all:"]
+    command += ["--python-version", python.removesuffix("t"), "--only-binary", ":all:"]
+    if python.endswith("t"):  # built without a GIL
+        command += ["--abi", f"cp{python.replace('.', '')}"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     listed = re.search(r"^Available versions: (.*)$", said, re.MULTILINE)
     if listed is None:
@@ -77,7 +80,7 @@ def updated(
         text = replaced(text, name, f"{{ {inner} }}" if inner else "{}")
         changes += told_of_pythons(name, torch[name], ends, versions[end])
     return text, changes + [
-        f"Python {p} has none of these torches any more: remove it from `pythons` by hand"
+        f"Python {p} has none of these torches any more: remove it from the list by hand"
         for p, found in listed.items()
         if not {*found} & {*versions}
     ]

@@ -17,6 +17,25 @@ PAGE = "docs/supported.md"
 TESTED = re.compile(r"^TESTED = .*$", re.M)
 DOCTOR = "shared_csrc/native/doctor_torch.py"
 
+THREADS = """\
+## Threads
+
+On every Python, with a GIL or without:
+
+- Operators may run in any number of threads at once. The first call of an operator loads its
+  kernels; other threads that call it wait. torch has no lock between the registration of kernels
+  and a call of the same operator that is dispatched in that very moment. To exclude this, call each
+  operator once before threads start.
+- A model, an optimizer and a loss scaler (`loss_id` of `amp.scale_loss`) belong to one thread at a
+  time. Different ones may train in different threads.
+- One thread sets up what the whole process shares, before others train: `amp.initialize`,
+  `parallel_state.initialize_model_parallel`, `ASP`, the backend of `torchsched`. The casts of O1
+  and O4 apply to calls of initialized models in all threads, and to other code only in the thread
+  that called `amp.initialize`.
+- One thread of each process makes the calls that talk to other processes
+  (`DistributedDataParallel`, sharded optimizers, pipelines): all processes need the same order.
+"""
+
 
 def minor(version: str) -> str:
     """``"2.14.1"`` as ``"2.14"``."""
@@ -61,6 +80,10 @@ def page() -> str:
 
 - **Tested in CI**: the same wheels on torch {versions}. They are compiled against torch
   {MATRIX["torch"]["build"]}, and use nothing that is younger than torch {oldest}.
+- **Without a GIL** (Python {", ".join(MATRIX["free_threaded"])}): experimental, and not run yet.
+  torch has wheels for it. Ours have no extension module of Python, which could switch the GIL on:
+  kernels are libraries that torch loads. Tests with threads run on every Python. CI has a run of
+  all packages' tests for it, and skips that run where it finds no such Python.
 - **Systems**: Linux on x86-64 and arm64, with glibc 2.28 or later, as torch itself.
 - **C++ compilers**, where kernels are compiled at their first use: {_compilers()} or later.
 - **NVIDIA GPUs**: CI compiles every op for {", ".join(MATRIX["cuda"]["archs"])}, with the toolkit
@@ -69,6 +92,7 @@ def page() -> str:
   at each commit for those that the hipcc at hand knows, for all each night. What has been run on
   real cards stands [here](index.md#what-runs-where).
 
+{THREADS}
 ## What you can rely on
 
 The six newest minor releases of torch are supported. The oldest one is given up only in a minor

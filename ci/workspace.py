@@ -221,7 +221,8 @@ def matrix_runs(this: str, is_found: Callable[[str], bool]) -> list[tuple[str, s
 
     A torch that is the last of another Python that is found, and not of this one, is left to that.
     """
-    last = {p: torches_of(p)[-1] for p in MATRIX["pythons"] if p != this}
+    others = (*MATRIX["pythons"], *MATRIX["free_threaded"])
+    last = {p: torches_of(p)[-1] for p in others if p != this}
     own = torches_of(this)
     elsewhere = {last[p] for p in last if is_found(p)} - {own[-1]}
     return [(this, t) for t in own if t not in elsewhere] + list(last.items())

@@ -6,14 +6,15 @@ from ci import samples
 from ci.workspace import MATRIX, drawn_run, matrix_runs, runs_between, share, torches_of
 
 TORCHES = MATRIX["torch"]["versions"]
+PYTHONS = [*MATRIX["pythons"], *MATRIX["free_threaded"]]
 
 
-@pytest.mark.parametrize("this", [*MATRIX["pythons"], "3.16"])
-@pytest.mark.parametrize("found", [(), ("3.10",), tuple(MATRIX["pythons"])])
+@pytest.mark.parametrize("this", [*PYTHONS, "3.16"])
+@pytest.mark.parametrize("found", [(), ("3.10",), tuple(PYTHONS)])
 def test_every_torch_and_every_python_has_a_run(this, found):
     runs = matrix_runs(this, lambda python: python in found)
     assert len(set(runs)) == len(runs)
-    assert {python for python, _ in runs} == {this, *MATRIX["pythons"]}
+    assert {python for python, _ in runs} == {this, *PYTHONS}
     can_run = [run for run in runs if run[0] in (this, *found)]
     wanted = {*torches_of(this), *(torches_of(python)[-1] for python in found)}
     assert {torch for _, torch in can_run} == wanted

@@ -95,6 +95,7 @@ def test_what_cannot_be_right_changes_nothing(new, text, reason):
 def test_our_own_matrix_has_the_lines():
     """Where the index has what the matrix has, not a byte changes."""
     text = (workspace.ROOT / "ci" / "matrix.toml").read_text()
-    torch, pythons = workspace.MATRIX["torch"], workspace.MATRIX["pythons"]
+    matrix = workspace.MATRIX
+    torch, pythons = matrix["torch"], [*matrix["pythons"], *matrix["free_threaded"]]
 
     assert new_torch.updated(text, torch, pythons, workspace.torches_of) == (text, [])

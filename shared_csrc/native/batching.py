@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_registered: dict[Any, Mapping[int, int | None]] = {}
+_registered: dict[Any, Mapping[int, int | None]] = {}  # at imports, which have their own lock
 
 
 def register_vmap(op: Any, rows: Mapping[int, int | None]) -> None:

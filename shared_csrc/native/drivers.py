@@ -191,7 +191,8 @@ class HipDriver(Driver):
         return ctypes.string_at(self._error_text()(status)).decode()
 
 
-# Started at the first launch: an image is made without one.
+# Started at the first launch: an image is made without one. Two threads may get one each, at first:
+# both are the same library.
 @functools.cache
 def driver() -> Driver:
     """The driver of the GPUs that torch is built for."""

@@ -7,7 +7,6 @@ links ``_shared`` and ``apex/__init__.py`` that an editable install makes.
 
 import os
 import re
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -91,7 +90,7 @@ class BuildHook(BuildHookInterface):
             return
         build_data["force_include"][str(kernels)] = f"{inside}/_kernels"
         build_data["pure_python"] = False
-        build_data["tag"] = _wheel_tag(package)
+        build_data["tag"] = _wheel_tag()
 
     def _add_names(self, inside: str, build_data: dict[str, Any]) -> None:
         """An sdist has no other package beside it, but must know their names of ops."""
@@ -130,10 +129,7 @@ def _package_folder(root: Path) -> Path:
     return found[0].parent
 
 
-def _wheel_tag(package: Path) -> str:
-    """Return the tag of a wheel with kernels: for every Python, unless pybind11 binds one."""
+def _wheel_tag() -> str:
+    """Return the tag of a wheel with kernels: torch loads them, so they serve every Python."""
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    if not any(package.parent.rglob("module.cpp")):
-        return f"py3-none-{platform}"
-    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return f"{python}-{python}-{platform}"
+    return f"py3-none-{platform}"

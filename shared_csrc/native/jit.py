@@ -24,7 +24,8 @@ COMPILERS = {
     "cuda": ("APEX_CUDA_COMPILER", "nvrtc", "nvcc"),
     "hip": ("APEX_HIP_COMPILER", "hiprtc", "hipcc"),
 }
-# Builds that failed in this process: library and environment -> the error's text.
+# Builds that failed in this process: library and environment -> the error's text. No lock beyond
+# that of the OpLibrary whose ops are built: of an entry that is missed, a build fails once more.
 _failed: dict[tuple[Path, tuple[str, ...], frozenset[tuple[str, str]]], str] = {}
 
 

@@ -45,10 +45,15 @@ class OpLibrary:
         self.op_folders: dict[str, Path] = {}  # of every op of the modules that are imported
         self.doctor = f"`python -m {self.package}` shows what this installation finds."
         self._torch_library = torch.library.Library(namespace, "FRAGMENT")
+        # Both change under the lock alone. Who asks without it may load what is loaded: that waits.
         self._loaded: set[tuple[str, str]] = set()  # (op folder's name, device type)
         self._opened: set[Path] = set()
-        self._lock = threading.RLock()
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
         _warn_of_another_apex()
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()  # a forked child may lack the thread that holds it
 
     def define(self, schema: str, file: str | None = None) -> Callable[[Callable[..., Any]], Any]:
         """Define an operator; the decorated function is its fake kernel and its documentation.

@@ -18,6 +18,7 @@ import apex
 
 # Parameter -> weak reference to its optimizer. Each wheel has a copy of this module, but they share
 # a registry, in their namespace. An attribute of the parameter would be in pickles.
+# No lock: a race needs two optimizers that are built over one parameter at the same moment.
 _OWNERS = vars(apex).setdefault("_master_owners", WeakTensorKeyDictionary())
 
 

@@ -1,6 +1,7 @@
 """The first call of an operator loads its kernels, also when threads race for it."""
 
 import itertools
+import os
 import sys
 import threading
 from pathlib import Path
@@ -147,6 +148,28 @@ def test_threads_that_wait_for_the_lock_load_nothing_again(wheel, monkeypatch):
         thread.join(TIMEOUT_S)
     assert results == [11] * 4
     assert wheel.builds == ["one"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_forked_while_another_thread_builds(wheel, monkeypatch):
+    """It lacks that thread, which would hold the lock for ever."""
+    building, forked = threading.Event(), threading.Event()
+
+    def build(op, target, *, package):
+        building.set()
+        assert forked.wait(TIMEOUT_S)
+        return wheel.file
+
+    monkeypatch.setattr(jit, "build_op", build)
+    thread = threading.Thread(target=wheel.call["one"], args=(X,))
+    thread.start()
+    assert building.wait(TIMEOUT_S)
+    child = os.fork()
+    if child == 0:
+        os._exit(not wheel.ops._lock.acquire(timeout=10))
+    forked.set()
+    thread.join(TIMEOUT_S)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 STRANGERS = {

@@ -22,7 +22,8 @@ __all__ = [
     "left_right_halo_exchange_inplace",
 ]
 
-_communicators: list[list[int]] = []  # by handle: the global rank of each member
+# By handle: the global rank of each member. No lock: a collective call makes them, in one thread.
+_communicators: list[list[int]] = []
 
 
 def get_unique_nccl_id(n: int) -> Tensor:

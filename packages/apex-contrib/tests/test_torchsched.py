@@ -1,6 +1,7 @@
 """The backend torchsched: what torch.compile is, results, gradients of convolutions, settings."""
 
 import functools
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from apex.contrib.torchsched.ops import layer_norm, layer_norm_backward
 from apex.contrib.torchsched.passes import pre_grad_passes
 from apex_testkit.accuracy import assert_as_accurate_as
 from apex_testkit.simulated_streams import SimulatedQueues
+from apex_testkit.threads import together
 
 aten = torch.ops.aten
 
@@ -454,10 +456,31 @@ def test_pools_need_a_device():
             make(pool_size=0)
 
 
-def test_pools(monkeypatch):
+@pytest.fixture
+def streams(monkeypatch):
+    """Objects for streams, of a device that is not there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda._utils, "_get_device_index", lambda device, optional: 1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+
+
+def test_threads_share_a_pool_and_not_what_they_entered(streams, monkeypatch):
+    made = CUDAStreamPool.__init__
+
+    def slowly(self, *args):
+        time.sleep(0.05)
+        made(self, *args)
+
+    monkeypatch.setattr(CUDAStreamPool, "__init__", slowly)
+    pool, *others = together(*[lambda: get_cuda_stream_pool(pool_size=4)] * 4)
+    assert all(other is pool for other in others)
+    with pool as stream:
+        (other,) = together(pool.__enter__)
+    assert other is not stream
+    assert pool.acquire() is stream  # what this thread gave back
+
+
+def test_pools(streams):
     pool = get_cuda_stream_pool(pool_size=3)
     assert pool is get_cuda_stream_pool(pool_size=3)
     assert pool.device == torch.device("cuda", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -47,6 +48,9 @@ class AmpState:
         handle: switches casts on and off; absent before ``initialize`` or ``init``.
         models: weak references to the models of the last ``initialize``; absent likewise.
         debugger: what a running :func:`apex.amp.debug` watches with, else None.
+        changing: held by the thread that changes this state or replaces functions of torch. Two
+            that replace functions at once would each take the other's for torch's own. Training
+            only reads, and takes no lock.
     """
 
     opt_properties: Options
@@ -62,6 +66,7 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.debugger = None
+        self.changing = threading.RLock()
 
 
 _amp_state = AmpState()

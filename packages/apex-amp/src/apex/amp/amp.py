@@ -135,6 +135,13 @@ def init(
     handle = AmpHandle(
         loss_scale, enable_caching, verbose, patch_type=patch_type, device_types=device_types
     )
+    with _amp_state.changing:
+        _put_in_force(handle, changes, allow_banned)
+    return handle
+
+
+def _put_in_force(handle: AmpHandle, changes: Registry, allow_banned: bool) -> None:
+    """Replace functions and kernels of torch, and the handle that did so before."""
     earlier = getattr(_amp_state, "handle", None)
     registered = dict(getattr(earlier, "_registered", {}))
     replace_handle(handle)
@@ -147,12 +154,11 @@ def init(
         make = functools.partial(_casting_as, dtype)
         handle._undo.enter_context(replaced(module, name, make))
     handle._undo.enter_context(cast_functions(except_for=changes))
-    if patch_type is torch.float16 and "cpu" in handle._casting.device_types:
+    if handle._casting.dtype is torch.float16 and "cpu" in handle._casting.device_types:
         route_cpu_float16(handle)
     handle._undo.enter_context(cast_rules(handle._casting.device_types, allow_banned))
     handle._undo.enter_context(scriptable_forwards())
     handle._activate()
-    return handle
 
 
 def replace_handle(handle: AmpHandle | NoOpHandle) -> None:
@@ -172,7 +178,8 @@ def route_cpu_float16(handle: AmpHandle | NoOpHandle) -> None:
 def _register(registry: Registry, module: Any, name: str, dtype: Any) -> None:
     if not hasattr(module, name):
         raise ValueError(f"amp: cannot register {name!r}: {module!r} has no such function.")
-    registry[id(module), name] = module, dtype
+    with _amp_state.changing:
+        registry[id(module), name] = module, dtype
 
 
 def _casting_as(dtype: Any, fn: Callable) -> Callable:

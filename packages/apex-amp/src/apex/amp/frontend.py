@@ -124,7 +124,7 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
     }
-    with _unchanged_on_error():
+    with _amp_state.changing, _unchanged_on_error():
         _check_enabled(enabled)
         _amp_state.verbosity = verbosity
         _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
@@ -150,8 +150,10 @@ def _unchanged_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _amp_state.__dict__.clear()
-        _amp_state.__dict__.update(before)
+        now = _amp_state.__dict__
+        now.update(before)  # never empty: other threads may be training
+        for name in now.keys() - before.keys():
+            del now[name]
         raise
 
 

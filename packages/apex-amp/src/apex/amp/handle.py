@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -142,7 +143,8 @@ class _Handle:
 
         Call it in the thread that called ``amp.initialize``: autocast's state belongs to a thread.
         """
-        self._undo.close()
+        with _amp_state.changing:
+            self._undo.close()
 
 
 class NoOpHandle(_Handle):
@@ -279,6 +281,7 @@ def _after_fork_in_child() -> None:
     handle = getattr(_amp_state, "handle", None)
     if handle is not None:
         handle._leave_thread()
+    _amp_state.changing = threading.RLock()  # its holder may be a thread that the child lacks
 
 
 if hasattr(os, "register_at_fork"):

@@ -40,7 +40,7 @@ class State:
     pipeline_rank: int | None = None
 
 
-_state = State()
+_state = State()  # replaced as a whole, so threads read one or the other
 
 
 def _change(**values: object) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+from .._amp_state import _amp_state
+
 _LIVE: weakref.WeakSet[Any] = weakref.WeakSet()  # every optimizer that amp has initialized
 
 
 def note_owner(optimizer: Any) -> None:
     """Remember an optimizer for as long as it lives."""
-    _LIVE.add(optimizer)
+    with _amp_state.changing:  # for those who list them
+        _LIVE.add(optimizer)
 
 
 def check_masters_are_apart(optimizers: Sequence[Any], has_masters: bool) -> None:
@@ -68,7 +71,9 @@ def check_has_no_owner(
 
 def _owner(params: list[torch.Tensor], has_masters: bool, besides: Any) -> tuple[int, Any] | None:
     """The index of a parameter, and the optimizer that has it."""
-    for owner in list(_LIVE):
+    with _amp_state.changing:
+        live = list(_LIVE)
+    for owner in live:
         stash = owner._amp_stash
         if owner is besides or not (has_masters or stash.has_masters):
             continue

@@ -126,7 +126,8 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-_made: dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}  # by size
+# By size. No lock: ranks make groups in one order, so in one thread.
+_made: dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = {}
 
 
 def group_of(name: str, size: int) -> dist.ProcessGroup | None:

@@ -165,6 +165,7 @@ def _runtime_library() -> tuple[ctypes.CDLL, str]:
     raise RuntimeError(f"peer_memory: torch has loaded none of {', '.join(names)}.")
 
 
+# No lock: pools, the first callers, are made by collective calls, in one thread.
 @functools.cache
 def memory_of(device_type: str) -> HostMemory | DeviceMemory:
     """The one object of a kind of device; "cpu" or "cuda"."""

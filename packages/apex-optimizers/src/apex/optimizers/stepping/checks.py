@@ -120,7 +120,8 @@ def check_duplicates(optimizer: str, params: list[Tensor]) -> None:
             )
 
 
-_found: set[tuple[Path, str]] = set()  # folders and device types; asking takes longer than the rest
+# Folders and device types: asking takes longer than the rest. No lock: entries are only added.
+_found: set[tuple[Path, str]] = set()
 
 
 def require_kernels(optimizer: str, folder: Path, params: Sequence[Tensor]) -> None:

@@ -27,7 +27,7 @@ class OwnGroup:
         return self.settled and self.owner() is None
 
 
-# By default process group; forgotten with it.
+# By default process group; forgotten with it. No lock: taking groups is collective, in one thread.
 _groups: weakref.WeakKeyDictionary[Any, list[OwnGroup]] = weakref.WeakKeyDictionary()
 
 

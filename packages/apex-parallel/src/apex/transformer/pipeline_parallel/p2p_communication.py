@@ -137,6 +137,7 @@ def outgoing(tensor: Tensor, shape: Shape | None, dtype: torch.dtype, what: str)
 
 
 # Sends that nobody waits for. A rank is never further ahead of its peers than two rounds.
+# No lock: one thread of a rank runs its schedule.
 _unwaited: deque[Transfers] = deque()
 
 

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .collectives import refuse_together
 
+# No lock on either: the constructors that write are collective, and run in one thread.
 _OWNERS = WeakTensorKeyDictionary()  # parameter -> weak reference to its optimizer
 _LISTENING: list[Any] = []  # the handle of the hook that steps of all optimizers call
 

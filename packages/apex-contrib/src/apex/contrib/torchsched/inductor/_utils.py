@@ -49,7 +49,7 @@ class CUDAStreamPool:
         self.device = torch.device("cuda", torch.cuda._utils._get_device_index(device, True))
         self.pool_size = pool_size
         self._free = [torch.cuda.Stream(self.device) for _ in range(pool_size)]
-        self._entered: list[Any] = []
+        self._entered = threading.local()  # a thread gives back what it has entered
         self._lock = threading.Lock()
 
     def acquire(self) -> torch.cuda.Stream:
@@ -72,11 +72,12 @@ class CUDAStreamPool:
             self._free.insert(0, stream)
 
     def __enter__(self) -> torch.cuda.Stream:
-        self._entered.append(self.acquire())
-        return self._entered[-1]
+        stream = self.acquire()
+        vars(self._entered).setdefault("streams", []).append(stream)
+        return stream
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        self.release(self._entered.pop())
+        self.release(self._entered.streams.pop())
 
 
 def get_cuda_stream_pool(device: Any = None, pool_size: int = 32) -> CUDAStreamPool:
@@ -85,7 +86,11 @@ def get_cuda_stream_pool(device: Any = None, pool_size: int = 32) -> CUDAStreamP
     Arguments and errors are those of :class:`CUDAStreamPool`.
     """
     index = torch.cuda._utils._get_device_index(device, True) if torch.cuda.is_available() else 0
-    return _pool(index, pool_size)
+    with _making:
+        return _pool(index, pool_size)
+
+
+_making = threading.Lock()  # functools.cache may call a function in two threads at once
 
 
 @functools.cache
