@@ -97,7 +97,7 @@ void run_lamb(const Context& context, const TensorTable& table, const LambHyper&
     if (!passes.second) return;
     if constexpr (std::is_same_v<P, BFloat16>) {
       if (passes.rounds_stochastically) {
-        LambSecondPass<T, false, Results::kRoundByChance> second{hyper, squares};
+        LambSecondPass<T, false, Results::kStochasticRounding> second{hyper, squares};
         return foreach<InOut<CutBFloat16>, In<M>, In<M>>(context, columns_of(table, {0, 2, 3}),
                                                          second);
       }

@@ -75,7 +75,7 @@ void sgd_step(const TensorList& params, const TensorList& grads, const TensorLis
           ": only bfloat16 params without copies are rounded by chance, and their grads must be "
           "bfloat16, got ",
           dtype_name(dtype), " and ", dtype_name(grad_dtype), ".");
-    SgdLaunch<float, Results::kRoundByChance> launch{
+    SgdLaunch<float, Results::kStochasticRounding> launch{
         hyper,
         lr,
         lr_data,
