@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_S = 120
+TIMEOUT_S = 500  # kernels may have to be compiled
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
