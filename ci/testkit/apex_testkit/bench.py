@@ -22,6 +22,7 @@ from .load import Load, LoadMeter
 OURS = "apex"  # the contestant that the others are compared with
 MAX_OTHER_LOAD = 0.12  # of a core; a busier attempt is repeated
 MAX_ATTEMPTS = 3
+TRAINING_FACTS = ("work", "work_per_step", "peak_bytes", "loss")  # None of a kernel
 _WARM_UP_CALLS = 3
 _LOOP_SAMPLES, _LOOP_CALLS = 5, 20  # whose launches overlap with the work of those before
 _LOOP_SECONDS = 20e-3  # of fewer calls where one is slow
@@ -102,19 +103,36 @@ def compare(
     return _report(op, case, timings, load, attempts, device, bytes_moved, loop_us, is_replayed)
 
 
-def record_samples(op: str, case: str, samples: dict[str, list[float]], load: Load) -> list[dict]:
-    """Record, as :func:`compare` does, what a benchmark of several processes has measured itself.
+def record_samples(
+    op: str,
+    case: str,
+    samples: dict[str, list[float]],
+    load: Load,
+    device: str = "cpu",
+    facts: dict[str, dict] | None = None,
+) -> list[dict]:
+    """Record, as :func:`compare` does, what a benchmark has measured itself.
 
     Args:
         samples: by contestant, microseconds.
         load: what other processes took meanwhile; its own other processes count among them.
+        facts: by contestant of a training, what its calls do, how many of it, memory and loss.
     """
     timings = {name: _summarize(values) for name, values in samples.items()}
-    return _report(op, case, timings, load, 1, "cpu", None)
+    return _report(op, case, timings, load, 1, device, None, facts=facts)
 
 
 def _report(
-    op, case, timings, load, attempts, device, bytes_moved, loop_us=None, is_replayed=None
+    op,
+    case,
+    timings,
+    load,
+    attempts,
+    device,
+    bytes_moved,
+    loop_us=None,
+    is_replayed=None,
+    facts=None,
 ) -> list[dict]:
     copy = copy_bandwidth(device) if bytes_moved else None
     ours = timings.get(OURS)
@@ -139,6 +157,7 @@ def _report(
                 "steal_cores": load.steal,
                 "attempts": attempts,
                 "is_noisy": load.total is not None and load.total > MAX_OTHER_LOAD,
+                **(facts[name] if facts else dict.fromkeys(TRAINING_FACTS)),
                 "device": str(device),
                 **machine_facts(str(device)),
             }

@@ -16,7 +16,8 @@ def build_network(args: Namespace, classes: int, device: torch.device) -> nn.Mod
     if args.pretrained:
         load_pretrained(network, args.arch)
     if args.sync_bn:
-        network = convert_syncbn_model(network)
+        convert = nn.SyncBatchNorm.convert_sync_batchnorm if args.plain else convert_syncbn_model
+        network = convert(network)
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
     return network.to(device, memory_format=layout)
 
@@ -37,5 +38,7 @@ def build_optimizer(args: Namespace, network: nn.Module) -> torch.optim.Optimize
     common = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "fused_adam":
         return FusedAdam(network.parameters(), **common)
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(network.parameters(), fused=True, **common)
     sgd = {"sgd": torch.optim.SGD, "fused_sgd": FusedSGD}[args.optimizer]
     return sgd(network.parameters(), momentum=args.momentum, **common)

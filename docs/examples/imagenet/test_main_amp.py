@@ -94,17 +94,15 @@ def test_learns_at_every_level(level, optimizer, images, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O1 --plain"])
 def test_resume_is_exact(level, images, tmp_path):
     """One epoch, then another from the checkpoint, equals two epochs in one go, bit for bit."""
-    straight = train(images, tmp_path / "straight", "--opt-level", level, "--epochs", "2")
-    train(images, tmp_path / "first", "--opt-level", level, "--epochs", "1")
+    options = f"--opt-level {level}".split()
+    straight = train(images, tmp_path / "straight", *options, "--epochs", "2")
+    train(images, tmp_path / "first", *options, "--epochs", "1")
     checkpoint = tmp_path / "first" / "checkpoint.pth.tar"
-    resumed = train(
-        images,
-        tmp_path / "second",
-        *f"--opt-level {level} --epochs 2 --resume {checkpoint}".split(),
-    )
+    onward = ["--epochs", "2", "--resume", str(checkpoint)]
+    resumed = train(images, tmp_path / "second", *options, *onward)
     assert without_speed(resumed) == without_speed(straight)
 
 
