@@ -111,7 +111,6 @@ def imagenet(folder: Path, device: str, steps: int) -> None:
     digits.write_digits(folder / "digits")
     line = [str(folder / "digits"), f"--output={folder}", *SCHEDULE.split()]
     line += IMAGENET[device][0].split()
-    torch.backends.cudnn.benchmark = True  # as main_amp.py does
     data: dict[str, list] = {}
 
     def make(way: str, dtype: str) -> Training:
@@ -213,6 +212,7 @@ def main() -> None:
     device = chosen_device()
     if device == "cpu" and torch.cuda.is_available():
         sys.exit("The examples train on the GPU that is here; hide it: CUDA_VISIBLE_DEVICES=''")
+    torch.backends.cudnn.benchmark = True  # as main_amp.py does
     for measured, sizes in ((gpt, GPT), (imagenet, IMAGENET)):
         steps = int(os.environ.get("APEX_BENCH_STEPS", sizes[device][1]))
         with tempfile.TemporaryDirectory() as folder, example(measured.__name__):
