@@ -43,6 +43,7 @@ SHARES = {"first_calls": 0.1, "tests": 0.45, "sanitizer": 0.35, "bench": 1.0}
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 TOOLS = ("memcheck", "racecheck")
 MINUTES, CAMPAIGN_MINUTES = 10, 8
+BY_NAME_ALONE = {"training"}  # of minutes; of all benchmarks each has seconds
 TURNS = 3  # in which all benchmarks run, each with other cases
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 TOLD_AT_ONCE = ["-p", "ci.gpu_tests"]
@@ -112,7 +113,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--only", type=step_list, default=list(STEPS), help=", ".join(STEPS))
     parser.add_argument(
-        "--benchmarks", type=benchmark_list, default=[], metavar="NAME,...", help="default: all"
+        "--benchmarks",
+        type=benchmark_list,
+        default=[],
+        metavar="NAME,...",
+        help="default: all but training",
     )
     parser.add_argument(
         "--minutes",
@@ -257,8 +262,8 @@ def bench(run: Run) -> None:
     }
     files = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
     files = [f for f in files if "device" in f.read_text()]  # one is of processes, on CPUs
-    if run.benchmarks:
-        files = [f for f in files if benchmark_name(f) in run.benchmarks]
+    wanted = run.benchmarks or {benchmark_name(f) for f in files} - BY_NAME_ALONE
+    files = [f for f in files if benchmark_name(f) in wanted]
     deadline = time.monotonic() + run.share("bench")
     runs = [f"{turn}/{TURNS}:{file}" for turn in range(TURNS) for file in files]
     while runs and time.monotonic() < deadline:

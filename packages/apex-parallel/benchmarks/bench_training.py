@@ -1,23 +1,24 @@
 """docs/examples/gpt and imagenet with Apex's parts, and with torch's own (`--plain`), side by side.
 
 Both ways begin with the same weights and see the same batches, which are loaded before. They take
-turns in one process: rounds of some steps each, of which the median counts. The loss is of held-out
-data after all steps; the peak memory is that of a model, its optimizer and three steps, alone.
-
-APEX_BENCH_ROUNDS and APEX_BENCH_STEPS make it shorter (15 rounds; steps by device).
+turns in one process: rounds of a step on a CPU, of several on a GPU, whose median counts. The loss
+is of held-out data after all steps; the peak memory is that of a model, its optimizer and three
+steps, alone. APEX_BENCH_ROUNDS makes it shorter.
 """
 
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import io
 import itertools
+import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,20 +31,28 @@ from apex_testkit.bench import chosen_device, record_samples
 from apex_testkit.load import LoadMeter
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
-ROUNDS = int(os.environ.get("APEX_BENCH_ROUNDS", "15"))
 WARM_UP = 3
 WAYS = {"apex": [], "torch": ["--plain"]}
-# Options of the examples, and steps of a round: together about a minute for each way on a CPU.
+
+
+@dataclass(frozen=True)
+class Size:
+    """Options of an example; how many rounds each way trains, and of how many steps."""
+
+    options: str
+    rounds: int
+    steps: int = 1
+
+
 GPT = {
-    "cpu": ("--micro-batch-size=4", 8),
-    "cuda": (
-        "--layers=12 --hidden=768 --heads=12 --sequence=1024 --micro-batch-size=8",
-        30,
+    "cpu": Size("--micro-batch-size=4", 120),
+    "cuda": Size(
+        "--layers=12 --hidden=768 --heads=12 --sequence=1024 --micro-batch-size=8", 15, 30
     ),
 }
 IMAGENET = {
-    "cpu": ("-a resnet18 --image-size=32 --b=64", 18),
-    "cuda": ("-a resnet50 --image-size=224 --b=128", 18),
+    "cpu": Size("-a resnet18 --image-size=32 --b=64", 180),
+    "cuda": Size("-a resnet50 --image-size=224 --b=128", 15, 18),
 }
 SCHEDULE = "--optimizer=fused_adam --lr=0.004 --schedule=cosine --warmup-epochs=1 --seed=0"
 SCHEDULE += " --channels-last --workers=0 --augment=shift"
@@ -76,14 +85,14 @@ def example(name: str) -> Iterator[None]:
                 del sys.modules[key]
 
 
-def gpt(folder: Path, device: str, steps: int) -> None:
+def gpt(folder: Path, device: str, size: Size) -> None:
     import layout
     import train
 
     text = folder / "text.bin"
     train.write_text(text, 2_000_000)
     place = layout.start_processes(1, 1)
-    options = [*GPT[device][0].split(), f"--steps={WARM_UP + ROUNDS * steps}"]
+    options = [*size.options.split(), f"--steps={WARM_UP + size.rounds * size.steps}"]
     train.set_up_batches(train.parse_arguments(options))
 
     def make(way: str, dtype: str) -> Training:
@@ -97,12 +106,12 @@ def gpt(folder: Path, device: str, steps: int) -> None:
 
     try:
         for dtype in ("float32", "bfloat16"):
-            measure("gpt", "tokens", dtype, make, device, steps)
+            measure("gpt", "tokens", dtype, make, device, size)
     finally:
         layout.stop_processes()
 
 
-def imagenet(folder: Path, device: str, steps: int) -> None:
+def imagenet(folder: Path, device: str, size: Size) -> None:
     import digits
     import main_amp
     import options
@@ -110,13 +119,12 @@ def imagenet(folder: Path, device: str, steps: int) -> None:
 
     digits.write_digits(folder / "digits")
     line = [str(folder / "digits"), f"--output={folder}", *SCHEDULE.split()]
-    line += IMAGENET[device][0].split()
+    line += size.options.split()
     data: dict[str, list] = {}
 
     def make(way: str, dtype: str) -> Training:
         if getattr(_amp_state, "handle", None) is not None:
             _amp_state.handle._deactivate()  # of the case before
-        steps_in_all = WARM_UP + ROUNDS * steps
         own = [f"--opt-level={LEVELS[dtype]}", *WAYS[way]]
         args = options.parse_arguments([*line, *own])
         with contextlib.redirect_stdout(io.StringIO()):  # what amp says of the level
@@ -125,7 +133,7 @@ def imagenet(folder: Path, device: str, steps: int) -> None:
             data["train"] = list(run.batches(run.data.train))
             data["val"] = list(run.batches(run.data.val))
         trainer, batches, numbers = run.trainer, data["train"], itertools.count()
-        args.epochs = max(2, -(-steps_in_all // len(batches)))
+        args.epochs = max(2, math.ceil((WARM_UP + size.rounds * size.steps) / len(batches)))
         casts = amp.disable_casts if args.plain else contextlib.nullcontext
 
         def step() -> tuple:
@@ -142,7 +150,7 @@ def imagenet(folder: Path, device: str, steps: int) -> None:
         return Training(trainer.model, trainer.optimizer, step, loss, args.batch_size)
 
     for dtype in LEVELS:
-        measure("imagenet", "pictures", dtype, make, device, steps)
+        measure("imagenet", "pictures", dtype, make, device, size)
 
 
 def measure(
@@ -151,7 +159,7 @@ def measure(
     dtype: str,
     make: Callable[[str, str], Training],
     device: str,
-    steps: int,
+    size: Size,
 ) -> None:
     """Let both ways train in turns, and record them."""
     op = f"training {name}"
@@ -164,9 +172,9 @@ def measure(
         seconds(training, WARM_UP)
     samples: dict[str, list[float]] = {way: [] for way in WAYS}
     meter = LoadMeter()
-    for number in range(ROUNDS):
+    for number in range(size.rounds):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
-            samples[way].append(seconds(trainings[way], steps) / steps * 1e6)
+            samples[way].append(seconds(trainings[way], size.steps) / size.steps * 1e6)
     load = meter.read()
     facts = {
         way: {"work": work, "work_per_step": t.work, "peak_bytes": peaks[way], "loss": t.loss()}
@@ -214,9 +222,13 @@ def main() -> None:
         sys.exit("The examples train on the GPU that is here; hide it: CUDA_VISIBLE_DEVICES=''")
     torch.backends.cudnn.benchmark = True  # as main_amp.py does
     for measured, sizes in ((gpt, GPT), (imagenet, IMAGENET)):
-        steps = int(os.environ.get("APEX_BENCH_STEPS", sizes[device][1]))
+        if measured is imagenet and importlib.util.find_spec("torchvision") is None:
+            print("imagenet is left out: torchvision is not installed")
+            break
+        size = sizes[device]
+        size = replace(size, rounds=int(os.environ.get("APEX_BENCH_ROUNDS", size.rounds)))
         with tempfile.TemporaryDirectory() as folder, example(measured.__name__):
-            measured(Path(folder), device, steps)
+            measured(Path(folder), device, size)
 
 
 if __name__ == "__main__":
