@@ -7,7 +7,7 @@ python ci/gpu.py --campaign [ARCHIVE] [--out DIR] [--minutes N]
 Runs the device tests of all packages, compute-sanitizer on a case of each, and the benchmarks, each
 within its share of the time; a step that fails does not stop the next. Figures go to DIR
 (docs/benchmarks) as csv and as a Markdown table. Exit status: 0 if all passed, 1 if anything
-failed.
+failed. The benchmark "training", of minutes, runs only if it is named.
 
 Without --wheels the packages are built from this checkout for the card at hand, which takes nvcc or
 hipcc and ninja. `nox -s gpu_wheels` makes a folder of wheels, test tools included, to carry to a
@@ -113,11 +113,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--only", type=step_list, default=list(STEPS), help=", ".join(STEPS))
     parser.add_argument(
-        "--benchmarks",
-        type=benchmark_list,
-        default=[],
-        metavar="NAME,...",
-        help="default: all but training",
+        "--benchmarks", type=benchmark_list, default=[], metavar="NAME,...", help="default: all"
     )
     parser.add_argument(
         "--minutes",

@@ -3,7 +3,7 @@
 Both ways begin with the same weights and see the same batches, which are loaded before. They take
 turns in one process: rounds of a step on a CPU, of several on a GPU, whose median counts. The loss
 is of held-out data after all steps; the peak memory is that of a model, its optimizer and three
-steps, alone. APEX_BENCH_ROUNDS makes it shorter.
+steps, alone.
 """
 
 import contextlib
@@ -13,12 +13,11 @@ import importlib.util
 import io
 import itertools
 import math
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -225,10 +224,8 @@ def main() -> None:
         if measured is imagenet and importlib.util.find_spec("torchvision") is None:
             print("imagenet is left out: torchvision is not installed")
             break
-        size = sizes[device]
-        size = replace(size, rounds=int(os.environ.get("APEX_BENCH_ROUNDS", size.rounds)))
         with tempfile.TemporaryDirectory() as folder, example(measured.__name__):
-            measured(Path(folder), device, size)
+            measured(Path(folder), device, sizes[device])
 
 
 if __name__ == "__main__":
