@@ -22,7 +22,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import bench_training as bench
 
-bench.GPT["cpu"] = bench.Size("--layers=1 --hidden=32 --heads=4 --sequence=32", 2)
+small = "--layers=1 --hidden=32 --heads=4 --sequence=32 --text-bytes=30000"
+bench.GPT["cpu"] = bench.Size(small, 2)
 bench.IMAGENET["cpu"] = bench.Size("-a resnet18 --image-size=16 --b=16", 2)
 bench.WARM_UP = 1
 found, measure = {}, bench.measure
@@ -40,6 +41,10 @@ def from_apex(training):
     parts = [training.optimizer, *training.model.modules()]
     names = {c.__module__.split(".")[0] for part in parts for c in type(part).__mro__}
     with Namespaces() as called:
+        # Where a plain step updates, its own autocast has ended: another is that of apex.amp.
+        training.optimizer.register_step_pre_hook(
+            lambda *_: called.seen.add("apex's casts") if torch.is_autocast_enabled("cpu") else None
+        )
         training.step()
     return sorted(n for n in names | called.seen if n.startswith("apex"))
 
@@ -53,8 +58,8 @@ def watched(name, work, dtype, make, *sizes):
         },
         "apex": {way: from_apex(t) for way, t in trainings.items()},
     }
-    del trainings
-    measure(name, work, dtype, make, *sizes)
+    if dtype == "float32":
+        measure(name, work, dtype, make, *sizes)
 
 bench.measure = watched
 bench.main()
@@ -102,8 +107,9 @@ def test_both_ways_have_the_same_losses(case, trained):
 
 def test_the_record_has_both_ways_of_each_case(trained):
     records = trained[1]
-    ways = [(f"{r['op'].removeprefix('training ')} {r['case']}", r["contestant"]) for r in records]
-    assert ways == [(case, way) for case in CASES for way in ("apex", "torch")]
+    ways = [(r["op"], r["case"], r["contestant"]) for r in records]
+    ops = ("training gpt", "training imagenet")
+    assert ways == [(op, "float32", way) for op in ops for way in ("apex", "torch")]
     for record in records:
         assert (record["device"], record["threads"], record["samples"]) == ("cpu", 1, 2)
         is_gpt = "gpt" in record["op"]

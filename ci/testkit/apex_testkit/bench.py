@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from .load import Load, LoadMeter
 OURS = "apex"  # the contestant that the others are compared with
 MAX_OTHER_LOAD = 0.12  # of a core; a busier attempt is repeated
 MAX_ATTEMPTS = 3
-TRAINING_FACTS = ("work", "work_per_step", "peak_bytes", "loss")  # None of a kernel
 _WARM_UP_CALLS = 3
 _LOOP_SAMPLES, _LOOP_CALLS = 5, 20  # whose launches overlap with the work of those before
 _LOOP_SECONDS = 20e-3  # of fewer calls where one is slow
@@ -49,6 +48,11 @@ class Timing:
     low_us: float  # 10th percentile
     high_us: float  # 90th percentile
     samples: int
+    # Of a training, whose call is a step: tokens or pictures, how many, and what came of it.
+    work: str | None = None
+    work_per_step: int | None = None
+    peak_bytes: int | None = None
+    loss: float | None = None
 
 
 def compare(
@@ -104,35 +108,24 @@ def compare(
 
 
 def record_samples(
-    op: str,
-    case: str,
-    samples: dict[str, list[float]],
-    load: Load,
-    device: str = "cpu",
-    facts: dict[str, dict] | None = None,
+    op: str, case: str, samples: dict[str, list[float]], load: Load, device="cpu", facts=None
 ) -> list[dict]:
     """Record, as :func:`compare` does, what a benchmark has measured itself.
 
     Args:
         samples: by contestant, microseconds.
         load: what other processes took meanwhile; its own other processes count among them.
-        facts: by contestant of a training, what its calls do, how many of it, memory and loss.
+        facts: by contestant, more of its :class:`Timing`.
     """
-    timings = {name: _summarize(values) for name, values in samples.items()}
-    return _report(op, case, timings, load, 1, device, None, facts=facts)
+    timings = {
+        name: replace(_summarize(values), **(facts[name] if facts else {}))
+        for name, values in samples.items()
+    }
+    return _report(op, case, timings, load, 1, device, None)
 
 
 def _report(
-    op,
-    case,
-    timings,
-    load,
-    attempts,
-    device,
-    bytes_moved,
-    loop_us=None,
-    is_replayed=None,
-    facts=None,
+    op, case, timings, load, attempts, device, bytes_moved, loop_us=None, is_replayed=None
 ) -> list[dict]:
     copy = copy_bandwidth(device) if bytes_moved else None
     ours = timings.get(OURS)
@@ -157,7 +150,6 @@ def _report(
                 "steal_cores": load.steal,
                 "attempts": attempts,
                 "is_noisy": load.total is not None and load.total > MAX_OTHER_LOAD,
-                **(facts[name] if facts else dict.fromkeys(TRAINING_FACTS)),
                 "device": str(device),
                 **machine_facts(str(device)),
             }

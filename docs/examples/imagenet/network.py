@@ -16,8 +16,7 @@ def build_network(args: Namespace, classes: int, device: torch.device) -> nn.Mod
     if args.pretrained:
         load_pretrained(network, args.arch)
     if args.sync_bn:
-        convert = nn.SyncBatchNorm.convert_sync_batchnorm if args.plain else convert_syncbn_model
-        network = convert(network)
+        network = convert_syncbn_model(network)
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
     return network.to(device, memory_format=layout)
 

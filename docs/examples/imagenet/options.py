@@ -179,8 +179,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if args.opt_level not in PLAIN_LEVELS:
             expected = ", ".join(PLAIN_LEVELS)
             parser.error(f"argument --plain: expected --opt-level {expected}, got {args.opt_level}")
-        if args.keep_batchnorm_fp32 or args.loss_scale:
-            parser.error("argument --plain: the loss scale and batch norm's dtype are torch.amp's")
+        if args.keep_batchnorm_fp32 or args.loss_scale or args.sync_bn:
+            parser.error("argument --plain: the loss scale and batch norm are torch's own")
     if args.lr is None:
         args.lr = DEFAULT_LR[args.optimizer]
     if args.deterministic and args.seed is None:

@@ -79,7 +79,7 @@ def test_batch_size_has_three_names(flag, folder):
         (["--lr", "inf"], "expected a finite number >= 0, got inf"),
         (["--start-epoch", "90"], "90 leaves nothing to train of --epochs 90"),
         (["--plain", "--opt-level", "O2"], "expected --opt-level O0, O1, O4, got O2"),
-        (["--plain", "--loss-scale", "8"], "are torch.amp's"),
+        (["--plain", "--loss-scale", "8"], "the loss scale and batch norm are torch's own"),
         (["--resume", "absent.pth.tar"], "no such file: absent.pth.tar"),
     ],
 )

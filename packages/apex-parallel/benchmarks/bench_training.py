@@ -88,11 +88,11 @@ def gpt(folder: Path, device: str, size: Size) -> None:
     import layout
     import train
 
-    text = folder / "text.bin"
-    train.write_text(text, 2_000_000)
-    place = layout.start_processes(1, 1)
+    place, text = layout.start_processes(1, 1), folder / "text.bin"
     options = [*size.options.split(), f"--steps={WARM_UP + size.rounds * size.steps}"]
-    train.set_up_batches(train.parse_arguments(options))
+    common = train.parse_arguments(options)
+    train.write_text(text, common.text_bytes)
+    train.set_up_batches(common)
 
     def make(way: str, dtype: str) -> Training:
         args = train.parse_arguments([*options, f"--dtype={dtype}", *WAYS[way]])
