@@ -94,7 +94,7 @@ def test_learns_at_every_level(level, optimizer, images, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O1 --plain"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4 --plain"])
 def test_resume_is_exact(level, images, tmp_path):
     """One epoch, then another from the checkpoint, equals two epochs in one go, bit for bit."""
     options = f"--opt-level {level}".split()
