@@ -471,7 +471,7 @@ def hosts(session):
 @nox.session(requires=["build"])
 def bench(session):
     """Time kernels against their peers (-- NAME... for some); figures go to docs/benchmarks."""
-    install_wheels(session, PACKAGES, "matplotlib", *MATRIX["bench"]["peers"])
+    install_wheels(session, PACKAGES, *MATRIX["bench"]["beside"], local_links=False)
     session.run("python", "ci/benchmarks.py", *session.posargs)
 
 

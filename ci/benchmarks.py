@@ -26,6 +26,10 @@ TUNED_MALLOC = {
 SETS_ITS_OWN_THREADS = {"ddp", "ddp_network", "distributed_adam"}
 
 
+# Of minutes; with all cores, whatever else runs on one of them decides.
+WITH_ONE_THREAD = {"training"}
+
+
 def main(wanted: list[str]) -> None:
     found = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
     chosen = [f for f in found if not wanted or any(is_called(f, name) for name in wanted)]
@@ -51,6 +55,8 @@ def measure(file: Path) -> None:
     settings = [(cores, TUNED_MALLOC), (1, TUNED_MALLOC), (cores, {})]
     if name in SETS_ITS_OWN_THREADS:
         settings = [(1, TUNED_MALLOC), (1, {})]
+    if name in WITH_ONE_THREAD:
+        settings = [(1, TUNED_MALLOC)]
     for threads, malloc in settings:
         kind = "tuned" if malloc else "stock"
         print(f"\n{name}: {threads} threads, {kind} malloc", flush=True)

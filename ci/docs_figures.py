@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from apex_testkit.bench_report import markdown, read_records
+from apex_testkit.bench_report import markdown, read_records, trained
 from ci import dirty
 from ci.workspace import ROOT
 
@@ -76,13 +76,16 @@ def figure(page: Path, op: str, case: str, link: str) -> str:
 
 
 def time_text(record: dict) -> str:
+    if record.get("work"):
+        return trained(record)
     us = record["median_us"]
     return f"{us / 1000:.2f} ms" if us >= 1000 else f"{us:.0f} us"
 
 
 def machine(records: list[dict]) -> str:
     first = records[0]
-    threads = f", {first['threads']} threads" if first["device"] == "cpu" else ""
+    count = first["threads"]
+    threads = f", {count} thread{'s' * (count > 1)}" if first["device"] == "cpu" else ""
     return f"{first['processor']}{threads}, torch {first['torch']}"
 
 

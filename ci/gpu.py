@@ -7,7 +7,7 @@ python ci/gpu.py --campaign [ARCHIVE] [--out DIR] [--minutes N]
 Runs the device tests of all packages, compute-sanitizer on a case of each, and the benchmarks, each
 within its share of the time; a step that fails does not stop the next. Figures go to DIR
 (docs/benchmarks) as csv and as a Markdown table. Exit status: 0 if all passed, 1 if anything
-failed.
+failed. The benchmark "training", of minutes, runs only if it is named.
 
 Without --wheels the packages are built from this checkout for the card at hand, which takes nvcc or
 hipcc and ninja. `nox -s gpu_wheels` makes a folder of wheels, test tools included, to carry to a
@@ -43,6 +43,7 @@ SHARES = {"first_calls": 0.1, "tests": 0.45, "sanitizer": 0.35, "bench": 1.0}
 PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 TOOLS = ("memcheck", "racecheck")
 MINUTES, CAMPAIGN_MINUTES = 10, 8
+BY_NAME_ALONE = {"training"}  # of minutes; of all benchmarks each has seconds
 TURNS = 3  # in which all benchmarks run, each with other cases
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 TOLD_AT_ONCE = ["-p", "ci.gpu_tests"]
@@ -257,8 +258,8 @@ def bench(run: Run) -> None:
     }
     files = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
     files = [f for f in files if "device" in f.read_text()]  # one is of processes, on CPUs
-    if run.benchmarks:
-        files = [f for f in files if benchmark_name(f) in run.benchmarks]
+    wanted = run.benchmarks or {benchmark_name(f) for f in files} - BY_NAME_ALONE
+    files = [f for f in files if benchmark_name(f) in wanted]
     deadline = time.monotonic() + run.share("bench")
     runs = [f"{turn}/{TURNS}:{file}" for turn in range(TURNS) for file in files]
     while runs and time.monotonic() < deadline:

@@ -81,6 +81,7 @@ def test_everything_runs_and_is_reported(fake, tmp_path, capsys):
     assert first <= set(names)
     assert names[-1].endswith("turn 3 of 3")  # all benchmarks once before any of them again
     assert not [name for name in names if name.startswith("bench distributed,")]
+    assert not [name for name in names if name.startswith("bench training,")]  # by name alone
 
     benchmarks = [name for name in names if name.startswith("bench ")]
     records = bench_report.read_records(tmp_path / "out" / "nvidia-h100-80gb.csv")
@@ -172,9 +173,9 @@ def test_only_some_steps(fake):
 
 
 def test_only_some_benchmarks(fake):
-    assert fake.main("--only", "bench", "--benchmarks", "xentropy, layer_norm") == 0
+    assert fake.main("--only", "bench", "--benchmarks", "xentropy, training") == 0
     turns = [f"turn {i} of 3" for i in (1, 2, 3)]
-    expected = [f"bench {name}, {turn}" for turn in turns for name in ("xentropy", "layer_norm")]
+    expected = [f"bench {name}, {turn}" for turn in turns for name in ("xentropy", "training")]
     assert [name for name, *_ in fake.calls] == ["benchmarks", *expected]
 
 

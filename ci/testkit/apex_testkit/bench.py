@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +48,11 @@ class Timing:
     low_us: float  # 10th percentile
     high_us: float  # 90th percentile
     samples: int
+    # Of a training, whose call is a step: tokens or pictures, how many, and what came of it.
+    work: str | None = None
+    work_per_step: int | None = None
+    peak_bytes: int | None = None
+    loss: float | None = None
 
 
 def compare(
@@ -102,15 +107,21 @@ def compare(
     return _report(op, case, timings, load, attempts, device, bytes_moved, loop_us, is_replayed)
 
 
-def record_samples(op: str, case: str, samples: dict[str, list[float]], load: Load) -> list[dict]:
-    """Record, as :func:`compare` does, what a benchmark of several processes has measured itself.
+def record_samples(
+    op: str, case: str, samples: dict[str, list[float]], load: Load, device="cpu", facts=None
+) -> list[dict]:
+    """Record, as :func:`compare` does, what a benchmark has measured itself.
 
     Args:
         samples: by contestant, microseconds.
         load: what other processes took meanwhile; its own other processes count among them.
+        facts: by contestant, more of its :class:`Timing`.
     """
-    timings = {name: _summarize(values) for name, values in samples.items()}
-    return _report(op, case, timings, load, 1, "cpu", None)
+    timings = {
+        name: replace(_summarize(values), **(facts[name] if facts else {}))
+        for name, values in samples.items()
+    }
+    return _report(op, case, timings, load, 1, device, None)
 
 
 def _report(

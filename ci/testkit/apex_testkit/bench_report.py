@@ -14,6 +14,7 @@ import torch
 
 # Of a record, what is no number; the rest is written as Python writes it, and None as nothing.
 _TEXTS = ["op", "case", "contestant", "device", "processor", "torch", "python", "commit", "malloc"]
+_TEXTS += ["work"]  # of a training: tokens or pictures
 _CASE = ("op", "case", "contestant", "device", "threads", "malloc")
 _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
@@ -145,6 +146,7 @@ def markdown(records: list[dict]) -> str:
         peers = ", ".join(_peer(r) for r in rows if r["contestant"] != "apex")
         fraction = f"{ours['copy_fraction']:.0%}" if ours and ours["copy_fraction"] else ""
         time_us = f"{ours['median_us']:.1f}" if ours else ""
+        time_us += f" ({trained(ours)})" if ours and ours.get("work") else ""
         time_us += " ~" if any(r.get("is_replayed") is False for r in rows) else ""
         time_us += " !" if any(r.get("is_noisy") for r in rows) else ""
         lines.append(f"| {op} | {case} | {time_us} | {fraction} | {peers} |")
@@ -155,7 +157,16 @@ def _peer(record: dict) -> str:
     if not record["ratio"]:
         return f"{record['contestant']} {record['median_us']:.1f} us"
     loop = f" ({record['loop_ratio']:.2f})" if record.get("loop_ratio") else ""
-    return f"{record['contestant']} {record['ratio']:.2f}{loop}"
+    training = f" ({trained(record)})" if record.get("work") else ""
+    return f"{record['contestant']} {record['ratio']:.2f}{loop}{training}"
+
+
+def trained(record: dict) -> str:
+    """Return a training's speed, loss and peak memory."""
+    per_s = record["work_per_step"] / record["median_us"] * 1e6
+    text = f"{per_s:,.0f} {record['work']}/s, loss {record['loss']:.3f}"
+    peak = record["peak_bytes"]
+    return f"{text}, {peak / 2**20:.0f} MiB" if peak else text
 
 
 def plot(records: list[dict], target: Path) -> None:

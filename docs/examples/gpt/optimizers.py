@@ -17,7 +17,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer of ``groups``, which are the model's parameters."""
     if name == "AdamW":
-        return torch.optim.AdamW(groups, **HYPER)
+        return torch.optim.AdamW(groups, fused=True, **HYPER)
     if name == "FusedAdam":
         return FusedAdam(groups, **HYPER)
     from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam

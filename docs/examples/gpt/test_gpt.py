@@ -207,6 +207,15 @@ def test_a_divided_state_goes_on_with_fewer_replicas_and_with_torch(one_process,
         assert record == pytest.approx(expected, rel=1e-6)
 
 
+def test_torchs_own_operations_begin_what_apexs_continue(one_process, tmp_path):
+    """The losses of --plain are those of one process, and so are those of the run that goes on."""
+    train(tmp_path, options=["--plain", "--stop-after=3"])
+    found = train(tmp_path)
+    assert len(found) == STEPS
+    for record, expected in zip(found, one_process[1], strict=True):
+        assert record == pytest.approx(expected, rel=1e-6)
+
+
 def assert_same(a, b):
     """Every tensor has the same bits."""
     assert a.keys() == b.keys()
@@ -297,6 +306,7 @@ def killed(running, output, saved, victim, delay_s):
     ("options", "text"),
     [
         (["--layers=3", PP], "--layers: 3 are not divisible by 2 stages"),
+        (["--plain", PP], "--plain: expected one process"),
         (["--sequence-parallel"], "--sequence-parallel: 32 tokens on 1 tensor-parallel ranks"),
         (["--text-bytes=100"], "--text-bytes: 100 bytes are too few"),
     ],

@@ -5,6 +5,7 @@
     torchrun --standalone --nproc-per-node=4 train.py --tensor-model-parallel-size=2 \
         --pipeline-model-parallel-size=2 --sequence-parallel
     torchrun --standalone --nproc-per-node=4 train.py --optimizer=DistributedFusedAdam
+    python train.py --plain  # the same in torch's own operations
 
 Ranks that these sizes leave over are replicas, which share the batch.
 """
@@ -31,10 +32,12 @@ from layout import (
 )
 from model import Shape, Stage, mean_loss
 from optimizers import CLASSES, load, make_optimizer
+from plain import Gpt, losses_of
 from torch import Tensor, nn
 
 from apex.transformer import parallel_state
 from apex.transformer.failures import explained
+from apex.transformer.layers import FusedLayerNorm
 from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func
 from apex.transformer.pipeline_parallel.schedules.common import (
     _get_params_for_weight_decay_optimization,
@@ -70,12 +73,14 @@ class Trainer:
             args.dtype == "bfloat16",
         )
         replicas = parallel_state.get_data_parallel_world_size()
-        setup_microbatch_calculator(
-            dist.get_rank(), None, args.global_batch_size, args.micro_batch_size, replicas
-        )
         wraps = replicas > 1 and args.optimizer != "DistributedFusedAdam"
         (model,) = build_model(Stage, wrap_with_ddp=wraps, shape=self.shape, seed=args.seed)
-        groups = _get_params_for_weight_decay_optimization(model)
+        if args.plain:  # with the same weights
+            same = Gpt(self.shape).to(device)
+            same.load_state_dict(model.state_dict())
+            model = same
+        norms = (FusedLayerNorm, nn.LayerNorm)
+        groups = _get_params_for_weight_decay_optimization(model, no_weight_decay_modules=norms)
         self.optimizer = make_optimizer(args.optimizer, groups, model, args.sequence_parallel)
         self.model, self.stage = model, model.module if wraps else model
         self.text = Text(args.text, args.sequence)
@@ -88,6 +93,10 @@ class Trainer:
         """Of one global batch, averaged; without ``forward_only``, gradients too."""
         args = self.args
         rows = self.text.batch(part, step, args.global_batch_size)
+        dtype = getattr(torch, args.dtype)
+        if args.plain:
+            batch = rows.to(self.device), self.model, args.micro_batch_size, dtype
+            return mean_of_losses(losses_of(*batch, backward=not forward_only), self.device)
         mine = rows.chunk(parallel_state.get_data_parallel_world_size())
         losses = self.schedule(
             forward_step,
@@ -95,7 +104,7 @@ class Trainer:
             self.model,
             forward_only=forward_only,
             tensor_shape=(args.sequence, args.micro_batch_size, args.hidden),
-            dtype=getattr(torch, args.dtype),
+            dtype=dtype,
             sequence_parallel_enabled=args.sequence_parallel,
         )
         return mean_of_losses(losses, self.device)
@@ -106,8 +115,11 @@ class Trainer:
         begun = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.loss("train", step)
-        complete_gradients(self.model)
-        norm = clip_gradients(self.model, self.optimizer, LARGEST_NORM)
+        if self.args.plain:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_NORM).item()
+        else:
+            complete_gradients(self.model)
+            norm = clip_gradients(self.model, self.optimizer, LARGEST_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()
@@ -159,6 +171,14 @@ class Trainer:
             print_rank_0(f"continues after step {len(self.history)}")
 
 
+def set_up_batches(args: argparse.Namespace) -> None:
+    """Tell the schedules, once per process."""
+    replicas = parallel_state.get_data_parallel_world_size()
+    setup_microbatch_calculator(
+        dist.get_rank(), None, args.global_batch_size, args.micro_batch_size, replicas
+    )
+
+
 def train(trainer: Trainer) -> None:
     args = trainer.args
     until = min(args.steps, args.stop_after or args.steps)
@@ -204,6 +224,7 @@ def main() -> None:
     device = start_processes(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     try:
         check(args)
+        set_up_batches(args)
         args.text = args.output / f"text-{args.text_bytes}.bin"
         if dist.get_rank() == 0:
             args.output.mkdir(parents=True, exist_ok=True)
@@ -222,6 +243,7 @@ def check(args: argparse.Namespace) -> None:
     """End the program if sizes do not fit."""
     tensor, pipeline, data = layout().values()
     rules = [
+        (args.plain and tensor * pipeline * data > 1, "--plain: expected one process"),
         (args.layers % pipeline, f"--layers: {args.layers} are not divisible by {pipeline} stages"),
         (args.heads % tensor, f"--heads: {args.heads} are not divisible by {tensor} ranks"),
         (
@@ -250,7 +272,7 @@ def positive(text: str) -> int:
     return number
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -271,6 +293,7 @@ def parse_arguments() -> argparse.Namespace:
     number("--stop-after", None, "updates after which to stop early, with a checkpoint")
     text = "a checkpoint of one goes on with any; %(default)s"
     parser.add_argument("--optimizer", choices=CLASSES, default=CLASSES[0], help=text)
+    parser.add_argument("--plain", action="store_true", help="torch's own operations and AdamW")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest; %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0, help="of weights; %(default)s")
@@ -281,7 +304,10 @@ def parse_arguments() -> argparse.Namespace:
     number("--save-every", 100, "steps")
     parser.add_argument("--output", type=Path, default=Path("gpt_output"), help="%(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="losses; needs matplotlib")
-    return parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.plain:
+        args.optimizer = "AdamW"
+    return args
 
 
 if __name__ == "__main__":

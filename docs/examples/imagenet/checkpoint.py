@@ -46,17 +46,19 @@ def save_checkpoint(
     identity: dict,
     epochs: list[dict],
     is_best: bool,
+    scaling: Any = amp,
 ) -> None:
     """Write checkpoint.pth.tar, and model_best.pth.tar too if ``is_best``.
 
-    ``identity``: what a resumed run must have in common; ``epochs``: scores of the finished ones.
+    ``identity``: what a resumed run must have in common; ``epochs``: scores of the finished ones;
+    ``scaling``: amp, or torch's GradScaler.
     """
     state = {
         "identity": identity,
         "epochs": epochs,
         "state_dict": network.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "amp": amp.state_dict(),
+        "amp": scaling.state_dict(),
     }
     write_atomically(folder / "checkpoint.pth.tar", lambda file: torch.save(state, file))
     if is_best:
@@ -70,6 +72,7 @@ def load_checkpoint(
     *,
     identity: dict,
     device: torch.device,
+    scaling: Any = amp,
 ) -> list[dict]:
     """Restore what `save_checkpoint` wrote, exactly, and return the finished epochs' scores.
 
@@ -93,7 +96,7 @@ def load_checkpoint(
         raise UsageError(f"--resume: {path} was saved with {had}, but this run has {have}.")
 
     # The network's state brings amp's float32 masters back, too.
-    restore({"state_dict": network, "optimizer": optimizer, "amp": amp}, state)
+    restore({"state_dict": network, "optimizer": optimizer, "amp": scaling}, state)
     return state["epochs"]
 
 

@@ -11,6 +11,7 @@ from data import Batches, Data, load_data
 from meters import Scores
 from network import build_network, build_optimizer
 from options import UsageError, parse_arguments
+from plain import PlainTrainer
 from plot import plot_histories
 from processes import Processes, start_processes, stop_processes
 from torch import nn
@@ -48,19 +49,25 @@ class Run:
             seed_everything(args.seed)
         network = build_network(args, self.data.classes, processes.device)
         optimizer = build_optimizer(args, network)
-        model, optimizer = amp.initialize(
-            network,
-            optimizer,
-            opt_level=args.opt_level,
-            keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-            loss_scale=args.loss_scale,
-        )
+        model = network
+        if not args.plain:
+            model, optimizer = amp.initialize(
+                network,
+                optimizer,
+                opt_level=args.opt_level,
+                keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+                loss_scale=args.loss_scale,
+            )
         self.network: nn.Module = model
         if processes.distributed:
-            model = DistributedDataParallel(model)
-        self.trainer = Trainer(args, processes, model, optimizer)
+            wrap = nn.parallel.DistributedDataParallel if args.plain else DistributedDataParallel
+            model = wrap(model)
+        trainer = PlainTrainer if args.plain else Trainer
+        self.trainer = trainer(args, processes, model, optimizer)
         # What a checkpoint and the run that resumes it must have in common.
         self.identity = {name: getattr(args, name) for name in ("arch", "opt_level", "optimizer")}
+        if args.plain:
+            self.identity["opt_level"] += ", plain"
         self.identity["classes"] = self.data.classes
 
     def batches(self, loader: torch.utils.data.DataLoader) -> Batches:
@@ -73,6 +80,7 @@ class Run:
             self.trainer.optimizer,
             identity=self.identity,
             device=self.processes.device,
+            scaling=self.trainer.scaling,
         )
         if not self.args.start_epoch:
             self.args.start_epoch = self.epochs[-1]["epoch"] + 1
@@ -118,7 +126,7 @@ class Run:
                 **{f"train_{name}": value for name, value in vars(trained).items()},
                 **{f"val_{name}": value for name, value in vars(validated).items()},
                 "images_per_s": images_per_s,
-                "loss_scale": amp.state_dict()["loss_scaler0"]["loss_scale"],
+                "loss_scale": self.trainer.loss_scale(),
             }
         )
         self.write(is_best=validated.top1 > best_before)
@@ -132,6 +140,7 @@ class Run:
             identity=self.identity,
             epochs=self.epochs,
             is_best=is_best,
+            scaling=self.trainer.scaling,
         )
         if self.args.history:
             text = json.dumps({"run": self.identity, "epochs": self.epochs}, indent=1)

@@ -37,5 +37,7 @@ def build_optimizer(args: Namespace, network: nn.Module) -> torch.optim.Optimize
     common = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "fused_adam":
         return FusedAdam(network.parameters(), **common)
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(network.parameters(), fused=True, **common)
     sgd = {"sgd": torch.optim.SGD, "fused_sgd": FusedSGD}[args.optimizer]
     return sgd(network.parameters(), momentum=args.momentum, **common)

@@ -9,15 +9,17 @@ from pathlib import Path
 from torchvision import models
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-OPTIMIZERS = ("sgd", "fused_sgd", "fused_adam")
+OPTIMIZERS = ("sgd", "fused_sgd", "fused_adam", "adamw")
+PLAIN = {"fused_sgd": "sgd", "fused_adam": "adamw"}  # torch's own
+PLAIN_LEVELS = ("O0", "O1", "O4")  # what torch.amp has, too
 AUGMENTATIONS = ("imagenet", "shift", "none")
 SCHEDULES = ("step", "cosine")
 
 # Learning rates for a global batch of 256; SGD's is that of Goyal et al. 2017.
-DEFAULT_LR = {"sgd": 0.1, "fused_sgd": 0.1, "fused_adam": 1e-3}
+DEFAULT_LR = {"sgd": 0.1, "fused_sgd": 0.1, "fused_adam": 1e-3, "adamw": 1e-3}
 
 AUGMENTATION_HELP = "imagenet: random crop and flip; shift: random shift by up to an eighth"
-LR_HELP = "for a global batch of 256, scaled to the real one; 0.1, or 0.001 for fused_adam"
+LR_HELP = "for a global batch of 256, scaled to the real one; 0.1, or 0.001 for Adam"
 SCHEDULE_HELP = "step: a tenth after 30, 60 and 80 epochs (default); cosine: to zero at the end"
 WARMUP_HELP = "epochs in which the learning rate rises from zero; %(default)s"
 LEVEL_HELP = (
@@ -136,6 +138,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 def _add_amp_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("precision and processes").add_argument
     add("--opt-level", choices=OPT_LEVELS, default="O1", help=LEVEL_HELP)
+    add("--plain", action="store_true", help="torch.amp and torch's optimizers, not Apex's")
     add("--keep-batchnorm-fp32", choices=("True", "False"), help="overrides the level's choice")
     add("--loss-scale", type=loss_scale, help="a number or 'dynamic'; overrides the level's choice")
     add("--sync_bn", "--sync-bn", action="store_true", help="batch norm over all processes")
@@ -171,6 +174,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             f"argument --start-epoch: {args.start_epoch} leaves nothing to train of --epochs "
             f"{args.epochs}, which counts from 0"
         )
+    if args.plain:
+        args.optimizer = PLAIN.get(args.optimizer, args.optimizer)
+        if args.opt_level not in PLAIN_LEVELS:
+            expected = ", ".join(PLAIN_LEVELS)
+            parser.error(f"argument --plain: expected --opt-level {expected}, got {args.opt_level}")
+        if args.keep_batchnorm_fp32 or args.loss_scale or args.sync_bn:
+            parser.error("argument --plain: the loss scale and batch norm are torch's own")
     if args.lr is None:
         args.lr = DEFAULT_LR[args.optimizer]
     if args.deterministic and args.seed is None:

@@ -158,6 +158,16 @@ def test_two_processes_with_sync_bn(level, images, tmp_path):
     )
 
 
+def test_two_processes_without_apex(images, tmp_path):
+    options = "--plain --opt-level O4 --optimizer fused_adam --b 8 --epochs 1"
+    (record,) = train(images, tmp_path, *options.split(), processes=2)
+    assert 0 < record["train_loss"] < 10
+    state = torch.load(tmp_path / "checkpoint.pth.tar", weights_only=True)
+    identity = state["identity"]
+    assert (identity["opt_level"], identity["optimizer"]) == ("O4, plain", "adamw")
+    assert state["amp"] == {}  # bfloat16 has no loss scale
+
+
 def test_two_processes_equal_one(images, tmp_path):
     """Two times 8 images with synchronized batch norm are one batch of 16."""
     common = ["--opt-level", "O0", "--epochs", "1", "--image-size", "64", "--lr", "0.05"]

@@ -17,6 +17,7 @@ from data import MEAN, STD, Batches, load_data
 from digits import write_digits
 from meters import Totals
 from options import UsageError, parse_arguments
+from plain import PlainTrainer
 from plot import plot_histories
 from processes import Processes
 from schedule import learning_rate
@@ -78,6 +79,8 @@ def test_batch_size_has_three_names(flag, folder):
         (["--workers", "-1"], "expected an integer >= 0, got -1"),
         (["--lr", "inf"], "expected a finite number >= 0, got inf"),
         (["--start-epoch", "90"], "90 leaves nothing to train of --epochs 90"),
+        (["--plain", "--opt-level", "O2"], "expected --opt-level O0, O1, O4, got O2"),
+        (["--plain", "--loss-scale", "8"], "the loss scale and batch norm are torch's own"),
         (["--resume", "absent.pth.tar"], "no such file: absent.pth.tar"),
     ],
 )
@@ -306,3 +309,18 @@ def test_a_checkpoint_that_was_cut_off_is_refused(fraction, tmp_path):
     path.write_bytes(data[: int(fraction * len(data))])
     with pytest.raises(UsageError, match="not a whole one"):
         load_checkpoint(path, network, optimizer, identity={}, device=CPU)
+
+
+def test_a_plain_runs_loss_scale_is_in_its_checkpoint(tmp_path):
+    network = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    args = Namespace(batch_size=1, lr=0.1, opt_level="O1")
+    saved, resumed = (PlainTrainer(args, Processes(CPU), network, optimizer) for _ in range(2))
+    saved.scaling.scale(torch.ones(()))  # which takes its first value now
+    saved.scaling.update(8.0)
+    common = {"identity": {}, "scaling": saved.scaling}
+    save_checkpoint(tmp_path, network, optimizer, epochs=[], is_best=False, **common)
+    path = tmp_path / "checkpoint.pth.tar"
+    common["scaling"] = resumed.scaling
+    load_checkpoint(path, network, optimizer, device=CPU, **common)
+    assert resumed.loss_scale() == 8.0

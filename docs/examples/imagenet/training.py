@@ -3,6 +3,7 @@
 import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from data import Batches
@@ -34,6 +35,10 @@ class Trainer:
         self.optimizer = optimizer
         self.images_per_step = args.batch_size * processes.world_size
         self.peak_lr = args.lr * self.images_per_step / 256
+        self.scaling: Any = amp  # whose state belongs to a checkpoint
+
+    def loss_scale(self) -> float:
+        return amp.state_dict()["loss_scaler0"]["loss_scale"]
 
     def set_learning_rate(self, epoch: float) -> float:
         lr = learning_rate(
