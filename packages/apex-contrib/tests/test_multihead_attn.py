@@ -225,7 +225,8 @@ def test_norm_add_drops_twice(device):
     make = lambda: torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     keep = uniform_rows(make(), torch.Size((b, heads, t, t))) >= p
     keep_added = uniform_rows(make(), x.shape) >= p
-    params = (module.in_proj_weight, module.out_proj_weight, None, None, *module._norm())
+    norm = (module.lyr_nrm_gamma_weights, module.lyr_nrm_beta_weights)
+    params = (module.in_proj_weight, module.out_proj_weight, None, None, *norm)
     expected = self_oracle(x, params, heads, None, keep, p)[0] - x
     torch.testing.assert_close(y, x + torch.where(keep_added, expected / (1 - p), 0))
     torch.manual_seed(1)
@@ -259,6 +260,12 @@ def test_names_and_layouts(device):
     del old["lyr_nrm_gamma_weights"]
     encdec.load_state_dict(old)
     assert torch.equal(encdec.lyr_nrm_gamma_weights, torch.full((12,), 2.0))
+    for module in (SelfMultiheadAttn, EncdecMultiheadAttn):
+        values = module(12, 3, bias=True, include_norm_add=True).named_parameters()
+        of_vectors = {name: value.unique().tolist() for name, value in values if value.dim() == 1}
+        ones = {name for name, value in of_vectors.items() if value == [1]}
+        assert ones == {"lyr_nrm_gamma_weights"}
+        assert all(value == [0] for name, value in of_vectors.items() if name not in ones)
     wide = SelfMultiheadAttn(512, 8).in_proj_weight
     assert abs(wide.std() / (6 / (2 * 512)) ** 0.5 * 3**0.5 - 1) < 0.02  # as three of [e, e]
 
@@ -393,6 +400,20 @@ def test_bad_input(error, text, given):
     call = {"query": query, "key": query, "value": query, **given}
     with pytest.raises(error, match=f"SelfMultiheadAttn: .*{text}"):
         SelfMultiheadAttn(8, 2)(**call)
+
+
+def test_bad_parameters_of_the_norm():
+    w_in, w_out, gamma = torch.randn(24, 8), torch.randn(8, 8), torch.randn(8)
+    call = lambda *norm: fast_self_attn_norm_add_func(
+        False, True, 2, X, *norm, w_in, w_out, None, 0.0
+    )
+    name = "fast_self_attn_norm_add_func"
+    with pytest.raises(TypeError, match=f"{name}: gamma must be torch.float32.* got NoneType"):
+        call(None, gamma)
+    with pytest.raises(TypeError, match=f"{name}: beta must be torch.float32.* got torch.float64"):
+        call(gamma, gamma.double())
+    with pytest.raises(ValueError, match=rf"{name}: beta must have shape \[8\] .* got \[7\]"):
+        call(gamma, gamma[:7])
 
 
 def test_bad_arguments_of_modules():

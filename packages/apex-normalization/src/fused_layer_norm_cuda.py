@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from apex.normalization._ops import library as _library
-from apex.normalization.fused_layer_norm import compute as _compute
 from apex.normalization.fused_layer_norm.checks import as_shape as _as_shape
 from apex.normalization.fused_layer_norm.checks import check_operands as _check_operands
+from apex.normalization.fused_layer_norm.compute import gradients as _gradients
+from apex.normalization.fused_layer_norm.compute import normalize as _normalize
+from apex.normalization.fused_layer_norm.formulas import LAYER_NORM as _LAYER_NORM
+from apex.normalization.fused_layer_norm.formulas import RMS_NORM as _RMS_NORM
 
 _device_type = "cuda" if torch.cuda.is_available() else "cpu"
 _library.require_for_import(__name__, "fused_layer_norm", device_type=_device_type)
@@ -42,7 +45,7 @@ _Shape = Sequence[int]
 @torch.no_grad()
 def forward(input: Tensor, normalized_shape: _Shape, eps: float) -> list[Tensor]:
     """Return ``[output, mean, invvar]`` of layer normalization without weight and bias."""
-    return list(_compute.layer_norm("forward", input, None, None, normalized_shape, eps, False))
+    return list(_normalize("forward", _LAYER_NORM, input, (None, None), normalized_shape, eps))
 
 
 @torch.no_grad()
@@ -51,7 +54,7 @@ def forward_affine(
 ) -> list[Tensor]:
     """Return ``[output, mean, invvar]``; all tensors of one dtype."""
     return list(
-        _compute.layer_norm("forward_affine", input, gamma, beta, normalized_shape, eps, False)
+        _normalize("forward_affine", _LAYER_NORM, input, (gamma, beta), normalized_shape, eps)
     )
 
 
@@ -60,9 +63,8 @@ def forward_affine_mixed_dtypes(
     input: Tensor, normalized_shape: _Shape, gamma: Tensor, beta: Tensor, eps: float
 ) -> list[Tensor]:
     """Return ``[output, mean, invvar]``; the output has gamma's dtype, whatever the input's."""
-    name = "forward_affine_mixed_dtypes"
-    results = _compute.layer_norm(name, input, gamma, beta, normalized_shape, eps, True)
-    return list(_compute.in_input_dtype(input, *results))
+    given = input, (gamma, beta), normalized_shape, eps, True
+    return list(_normalize("forward_affine_mixed_dtypes", _LAYER_NORM, *given))
 
 
 @torch.no_grad()
@@ -76,18 +78,8 @@ def backward(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Return dx of :func:`forward`."""
-    return _layer_norm_backward(
-        "backward",
-        dout,
-        mean,
-        invvar,
-        input_or_output,
-        normalized_shape,
-        None,
-        None,
-        eps,
-        memory_efficient,
-    )[0]
+    given = input_or_output, (None, None), normalized_shape, eps, memory_efficient
+    return _checked_gradients("backward", _LAYER_NORM, dout, (mean, invvar), *given)[0]
 
 
 @torch.no_grad()
@@ -103,24 +95,14 @@ def backward_affine(
     memory_efficient: bool = False,
 ) -> list[Tensor]:
     """Return ``[dx, dgamma, dbeta]`` of :func:`forward_affine` or its mixed-dtype variant."""
-    return _layer_norm_backward(
-        "backward_affine",
-        dout,
-        mean,
-        invvar,
-        input_or_output,
-        normalized_shape,
-        gamma,
-        beta,
-        eps,
-        memory_efficient,
-    )
+    given = input_or_output, (gamma, beta), normalized_shape, eps, memory_efficient
+    return _checked_gradients("backward_affine", _LAYER_NORM, dout, (mean, invvar), *given)
 
 
 @torch.no_grad()
 def rms_forward(input: Tensor, normalized_shape: _Shape, eps: float) -> list[Tensor]:
     """Return ``[output, invvar]`` of RMS normalization without a weight."""
-    return list(_compute.rms_norm("rms_forward", input, None, normalized_shape, eps, False))
+    return list(_normalize("rms_forward", _RMS_NORM, input, (None,), normalized_shape, eps))
 
 
 @torch.no_grad()
@@ -128,7 +110,7 @@ def rms_forward_affine(
     input: Tensor, normalized_shape: _Shape, gamma: Tensor, eps: float
 ) -> list[Tensor]:
     """Return ``[output, invvar]``; both tensors of one dtype."""
-    return list(_compute.rms_norm("rms_forward_affine", input, gamma, normalized_shape, eps, False))
+    return list(_normalize("rms_forward_affine", _RMS_NORM, input, (gamma,), normalized_shape, eps))
 
 
 @torch.no_grad()
@@ -136,9 +118,8 @@ def rms_forward_affine_mixed_dtypes(
     input: Tensor, normalized_shape: _Shape, gamma: Tensor, eps: float
 ) -> list[Tensor]:
     """Return ``[output, invvar]``; the output has gamma's dtype, whatever the input's."""
-    name = "rms_forward_affine_mixed_dtypes"
-    results = _compute.rms_norm(name, input, gamma, normalized_shape, eps, True)
-    return list(_compute.in_input_dtype(input, *results))
+    given = input, (gamma,), normalized_shape, eps, True
+    return list(_normalize("rms_forward_affine_mixed_dtypes", _RMS_NORM, *given))
 
 
 @torch.no_grad()
@@ -151,9 +132,8 @@ def rms_backward(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Return dx of :func:`rms_forward`."""
-    return _rms_norm_backward(
-        "rms_backward", dout, invvar, input_or_output, normalized_shape, None, eps, memory_efficient
-    )[0]
+    given = input_or_output, (None,), normalized_shape, eps, memory_efficient
+    return _checked_gradients("rms_backward", _RMS_NORM, dout, (invvar,), *given)[0]
 
 
 @torch.no_grad()
@@ -167,57 +147,22 @@ def rms_backward_affine(
     memory_efficient: bool = False,
 ) -> list[Tensor]:
     """Return ``[dx, dgamma]`` of :func:`rms_forward_affine` or its mixed-dtype variant."""
-    return _rms_norm_backward(
-        "rms_backward_affine",
-        dout,
-        invvar,
-        input_or_output,
-        normalized_shape,
-        gamma,
-        eps,
-        memory_efficient,
-    )
+    given = input_or_output, (gamma,), normalized_shape, eps, memory_efficient
+    return _checked_gradients("rms_backward_affine", _RMS_NORM, dout, (invvar,), *given)
 
 
-def _layer_norm_backward(name, dout, mean, invvar, saved, shape, gamma, beta, eps, efficient):
-    _check_backward_operands(name, dout, saved, gamma, beta, shape, eps)
-    mean, invvar = _compute.as_statistics(saved.dtype, dout.dtype, efficient, mean, invvar)
-    return list(
-        _compute.layer_norm_gradients(
-            dout,
-            saved,
-            gamma,
-            beta,
-            mean,
-            invvar,
-            shape,
-            eps,
-            saved.dtype,
-            efficient,
-            gamma is not None,
-        )
-    )
-
-
-def _rms_norm_backward(name, dout, invvar, saved, shape, gamma, eps, efficient):
-    _check_backward_operands(name, dout, saved, gamma, None, shape, eps)
-    (invvar,) = _compute.as_statistics(saved.dtype, dout.dtype, efficient, invvar)
-    return list(
-        _compute.rms_norm_gradients(
-            dout, saved, gamma, invvar, shape, eps, saved.dtype, efficient, gamma is not None
-        )
-    )
-
-
-def _check_backward_operands(name, dout, saved, gamma, beta, shape, eps):
-    _check_operands(name, saved, gamma, beta, _as_shape(name, shape), eps, mixed=True)
+def _checked_gradients(name, norm, dout, statistics, saved, weights, shape, eps, efficient):
+    _check_operands(name, saved, weights, _as_shape(name, shape), eps, mixed=True)
     if dout.shape != saved.shape:
         raise ValueError(
             f"{name}: dout must have the shape of input_or_output, which is {list(saved.shape)}; "
             f"got {list(dout.shape)}."
         )
-    expected = (saved if gamma is None else gamma).dtype
+    is_affine = weights[0] is not None
+    expected = weights[0].dtype if is_affine else saved.dtype
     if dout.dtype != expected:
         raise TypeError(
             f"{name}: dout must have the forward's output's dtype, {expected}; got {dout.dtype}."
         )
+    given = saved, weights, shape, eps, efficient, is_affine
+    return list(_gradients(norm, dout, statistics, *given))

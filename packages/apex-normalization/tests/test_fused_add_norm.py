@@ -167,6 +167,17 @@ def test_layouts(layout, device):
             torch.testing.assert_close(a, e, rtol=2**-7, atol=2**-7)
 
 
+def test_bias_of_another_layout(device):
+    x, residual, weight, bias, *_ = operands((6, 67), device, torch.float32)
+    expected = apex_norm("layer", x, residual, weight, bias)
+    with torch.no_grad():
+        strided = torch.stack([bias, bias + 1], 1)[:, 0]
+        for actual, e in zip(
+            apex_norm("layer", x, residual, weight, strided), expected, strict=True
+        ):
+            torch.testing.assert_close(actual, e)
+
+
 def test_several_dimensions(device):
     x, residual = torch.randn(2, 5, 3, 8, device=device)
     weight, bias = torch.randn(2, 3, 8, device=device)

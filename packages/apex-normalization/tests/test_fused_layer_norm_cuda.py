@@ -104,6 +104,23 @@ def test_float64_beside_another_dtype(dtypes, efficient, device):
             torch.testing.assert_close(a.to(e.dtype), e, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("efficient", [False, True])
+def test_gradients_of_weights_have_their_shape(efficient, device):
+    x, dout = torch.randn(2, 5, 3, 11, device=device)
+    gamma, beta = torch.rand(2, 3, 11, device=device) + 0.5
+    shape = (3, 11)
+    flat = [t.flatten(-2) for t in (dout, x, gamma, beta)]
+    y, mean, invvar = legacy.forward_affine(x, shape, gamma, beta, EPS)
+    saved, flat_saved = (y, y.flatten(1)) if efficient else (x, flat[1])
+    given = (shape, gamma, beta, EPS, efficient)
+    actual = legacy.backward_affine(dout, mean, invvar, saved, *given)
+    given = ((33,), *flat[2:], EPS, efficient)
+    expected = legacy.backward_affine(flat[0], mean, invvar, flat_saved, *given)
+    for a, e, like in zip(actual, expected, (x, gamma, beta), strict=True):
+        assert a.shape == like.shape
+        assert torch.equal(a.flatten(), e.flatten())
+
+
 def test_not_affine_equals_weights_of_one(device):
     x, dout = torch.randn(2, 5, 33, device=device)
     one, zero = torch.ones(33, device=device), torch.zeros(33, device=device)

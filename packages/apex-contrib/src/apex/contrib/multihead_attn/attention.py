@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._shared.native.composed import plainly
-from .._shared.native.half_matmul import needs_float32
-from .._shared.native.operands import autocast, exact, is_dtensor, statistics_dtype
+from .._shared.native.operands import exact, is_dtensor, statistics_dtype
 from .._shared.native.philox import draw_seed
 from .._shared.native.plain import plainness
 from .._shared.native.transforms import kernels_serve
 from ..dense_epilogue.layer import dense
-from ..layer_norm.layer_norm import FastLayerNormFN
 from .core import attend, context_of, parts
 from .torch_attention import attend_without_weights, mask_kind, takes_sdpa
 from .weights import dropout_rows, mask_softmax, softmax_dropout
 
 __all__ = [
     "Options",
-    "call",
     "dropout",
     "encdec_attention",
     "kernel_mask",
     "masked_weights",
     "self_attention",
-    "with_norm_and_residual",
 ]
 
 EPS = 1e-5  # of the layer norm
@@ -195,44 +190,3 @@ def encdec_attention(
     queries = _split(_linear(x, w_q, b_q), 1, options.heads)[0]
     keys_values = _split(_linear(y, w_kv, b_kv), 2, options.heads)
     return _finish(queries, keys_values, x.shape[1], options, w_out, b_out)
-
-
-def with_norm_and_residual(
-    function: Callable[..., Results],
-    options: Options,
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    *rest: Tensor | None,
-) -> Results:
-    """``x + dropout(function(layer_norm(x), ...))``."""
-    y, weights = function(options, FastLayerNormFN.apply(x, gamma, beta, EPS), *rest)
-    return x + dropout(y, options.p), weights
-
-
-def call(
-    function: Callable[..., Results],
-    check: Callable[..., None],
-    name: str,
-    options: Options,
-    *tensors: Tensor | None,
-) -> Results:
-    """Call ``function`` in the dtype that the device multiplies; autocast is off inside.
-
-    Under autocast all tensors are cast to its dtype. On CPUs without products of that dtype the
-    function computes in float32, and its results are rounded. ``check`` sees the tensors before.
-    """
-    if plainness(*tensors):
-        check(name, options, *tensors)
-        return _call(function, options, *tensors)
-    tensors = autocast(*tensors)
-    check(name, options, *tensors)
-    return plainly(tensors[0], _call, function, options, *tensors)
-
-
-def _call(function: Callable[..., Results], options: Options, *tensors: Tensor | None) -> Results:
-    x = tensors[0]
-    if not needs_float32(x, *tensors[1:]):
-        return function(options, *tensors)
-    output, weights = function(options, *[t if t is None else t.float() for t in tensors])
-    return output.to(x.dtype), weights if weights is None else weights.to(x.dtype)

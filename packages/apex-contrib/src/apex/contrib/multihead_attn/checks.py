@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ __all__ = [
     "check_heads",
     "check_inputs",
     "check_mask",
+    "check_norm",
     "check_parameters",
     "check_probability",
     "is_same",
@@ -60,7 +61,7 @@ def check_mask(
         )
 
 
-def check_inputs(name: str, heads: int, **inputs: Any) -> None:
+def check_inputs(name: str, heads: int, inputs: Mapping[str, Any]) -> None:
     """Raise TypeError or ValueError unless inputs are ``[t, b, e]``, of one dtype and device."""
     first_name, first = next(iter(inputs.items()))
     for argument, x in inputs.items():
@@ -79,14 +80,29 @@ def check_inputs(name: str, heads: int, **inputs: Any) -> None:
     check_heads(name, "embed_dim", first.shape[2], heads)
 
 
-def check_parameters(name: str, inputs: Tensor, **parameters: tuple[Tensor | None, int]) -> None:
-    """Check parameters, each given with its rows as a multiple of embed_dim; negative: a bias.
+def check_norm(name: str, inputs: Tensor, gamma: Any, beta: Any) -> None:
+    """Raise TypeError or ValueError unless gamma and beta fit inputs ``[t, b, e]``."""
+    for argument, vector in (("gamma", gamma), ("beta", beta)):
+        if not isinstance(vector, Tensor) or vector.dtype != inputs.dtype:
+            got = vector.dtype if isinstance(vector, Tensor) else type(vector).__name__
+            raise TypeError(f"{name}: {argument} must be {inputs.dtype}, as the inputs, got {got}.")
+        if vector.shape != inputs.shape[-1:] or vector.device != inputs.device:
+            raise ValueError(
+                f"{name}: {argument} must have shape [{inputs.shape[-1]}] on {inputs.device}, got "
+                f"{list(vector.shape)} on {vector.device}."
+            )
+
+
+def check_parameters(
+    name: str, inputs: Tensor, parameters: Mapping[str, int], tensors: Sequence[Tensor | None]
+) -> None:
+    """Check parameters, whose names come with rows as a multiple of embed_dim; negative: a bias.
 
     Raise TypeError or ValueError unless they have the dtype and device of ``inputs`` and the shape
     ``[rows * embed_dim, embed_dim]``, or that of a bias, ``[rows * embed_dim]``.
     """
     e, dtype = inputs.shape[2], inputs.dtype
-    for argument, (tensor, rows) in parameters.items():
+    for (argument, rows), tensor in zip(parameters.items(), tensors, strict=True):
         if tensor is None and rows < 0:
             continue
         shape = (-rows * e,) if rows < 0 else (rows * e, e)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention import Options
 from .checks import is_same
-from .functions import encdec_attn, encdec_attn_norm_add
+from .functions import ENCDEC, ENCDEC_NORM_ADD, attend
 from .parameters import Attention, jit_dropout_add
 
 __all__ = ["EncdecMultiheadAttn", "jit_dropout_add"]
@@ -51,22 +51,7 @@ class EncdecMultiheadAttn(Attention):
         impl: str = "fast",
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, bias, include_norm_add, impl)
-        e = embed_dim
-        self._add("in_proj_weight_q", e, e)
-        self._add("in_proj_weight_kv", 2 * e, e)
-        self._add("out_proj_weight", e, e)
-        self._add("in_proj_bias_q", e, wanted=bias)
-        self._add("in_proj_bias_kv", 2 * e, wanted=bias)
-        self._add("out_proj_bias", e, wanted=bias)
-        self._add_norm()
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw weights anew, uniformly (Glorot & Bengio 2010); biases become 0, gamma 1, beta 0."""
-        nn.init.xavier_uniform_(self.in_proj_weight_q)
-        nn.init.xavier_uniform_(self.in_proj_weight_kv, gain=1.5**0.5)  # as if two of [e, e]
-        nn.init.xavier_uniform_(self.out_proj_weight)
-        self._reset_vectors()
+        self._add_parameters({"in_proj_weight_q": 1, "in_proj_weight_kv": 2, "out_proj_weight": 1})
 
     def forward(
         self,
@@ -103,7 +88,9 @@ class EncdecMultiheadAttn(Attention):
         mask, is_time_mask = self._mask(key_padding_mask, attn_mask)
         p = self.dropout if is_training else 0.0
         options = Options(self.num_heads, self.scaling, mask, is_time_mask, False, p, need_weights)
-        function = encdec_attn_norm_add if self.include_norm_add else encdec_attn
+        is_normed = self.include_norm_add
+        kind = ENCDEC_NORM_ADD if is_normed else ENCDEC
+        norm = (self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights) if is_normed else ()
         weights = (self.in_proj_weight_q, self.in_proj_weight_kv, self.out_proj_weight)
         biases = (self.in_proj_bias_q, self.in_proj_bias_kv, self.out_proj_bias)
-        return function(name, options, query, *self._norm(), key, *weights, *biases)
+        return attend(kind, name, options, query, *norm, key, *weights, *biases)

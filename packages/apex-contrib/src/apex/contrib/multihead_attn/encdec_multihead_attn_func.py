@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._shared.native.named_functions import NamedFunction
 from .attention import Options
-from .functions import encdec_attn
+from .functions import ENCDEC, attend
 
 __all__ = ["EncdecAttnFunc", "encdec_attn_func"]
 
@@ -45,7 +45,7 @@ def encdec_attn_func(
     options = Options(heads, scale, mask, use_time_mask, False, p)
     weights = (input_weights_q, input_weights_kv, output_weights)
     biases = (input_biases_q, input_biases_kv, output_biases)
-    return encdec_attn("encdec_attn_func", options, inputs_q, inputs_kv, *weights, *biases)[0]
+    return attend(ENCDEC, "encdec_attn_func", options, inputs_q, inputs_kv, *weights, *biases)[0]
 
 
 class EncdecAttnFunc(NamedFunction, constants=("mask",)):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._shared.native.named_functions import NamedFunction
 from .attention import Options
-from .functions import encdec_attn
+from .functions import ENCDEC, attend
 
 __all__ = ["FastEncdecAttnFunc", "fast_encdec_attn_func"]
 
@@ -31,7 +31,7 @@ def fast_encdec_attn_func(
     p = dropout_prob if is_training else 0.0
     options = Options(heads, None, pad_mask, use_time_mask, False, p)
     tensors = (inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights)
-    return encdec_attn("fast_encdec_attn_func", options, *tensors, None, None, None)[0]
+    return attend(ENCDEC, "fast_encdec_attn_func", options, *tensors, None, None, None)[0]
 
 
 class FastEncdecAttnFunc(NamedFunction, constants=("pad_mask",)):

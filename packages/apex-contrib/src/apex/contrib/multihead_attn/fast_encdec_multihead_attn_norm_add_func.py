@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._shared.native.named_functions import NamedFunction
 from .attention import Options
-from .functions import encdec_attn_norm_add
+from .functions import ENCDEC_NORM_ADD, attend
 
 __all__ = ["FastEncdecAttnNormAddFunc", "fast_encdec_attn_norm_add_func"]
 
@@ -38,7 +38,7 @@ def fast_encdec_attn_norm_add_func(
     weights = (input_weights_q, input_weights_kv, output_weights)
     tensors = (inputs_q, *norm, inputs_kv, *weights)
     name = "fast_encdec_attn_norm_add_func"
-    return encdec_attn_norm_add(name, options, *tensors, None, None, None)[0]
+    return attend(ENCDEC_NORM_ADD, name, options, *tensors, None, None, None)[0]
 
 
 class FastEncdecAttnNormAddFunc(NamedFunction, constants=("pad_mask",)):

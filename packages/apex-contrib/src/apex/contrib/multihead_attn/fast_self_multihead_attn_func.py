@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._shared.native.named_functions import NamedFunction
 from .attention import Options
-from .functions import self_attn
+from .functions import SELF, attend
 
 __all__ = ["FastSelfAttnFunc", "fast_self_attn_func"]
 
@@ -32,7 +32,7 @@ def fast_self_attn_func(
     p = dropout_prob if is_training else 0.0
     options = Options(heads, None, pad_mask, use_time_mask, bool(mask_additive), p)
     tensors = (inputs, input_weights, output_weights, input_biases, output_biases)
-    return self_attn("fast_self_attn_func", options, *tensors)[0]
+    return attend(SELF, "fast_self_attn_func", options, *tensors)[0]
 
 
 class FastSelfAttnFunc(NamedFunction, constants=("pad_mask",)):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._shared.native.named_functions import NamedFunction
 from .attention import Options
-from .functions import self_attn_norm_add
+from .functions import SELF_NORM_ADD, attend
 
 __all__ = ["FastSelfAttnNormAddFunc", "fast_self_attn_norm_add_func"]
 
@@ -34,7 +34,7 @@ def fast_self_attn_norm_add_func(
     options = Options(heads, None, pad_mask, use_time_mask, False, p)
     tensors = (lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights, output_weights)
     name = "fast_self_attn_norm_add_func"
-    return self_attn_norm_add(name, options, inputs, *tensors, None, None)[0]
+    return attend(SELF_NORM_ADD, name, options, inputs, *tensors, None, None)[0]
 
 
 class FastSelfAttnNormAddFunc(NamedFunction, constants=("pad_mask",)):

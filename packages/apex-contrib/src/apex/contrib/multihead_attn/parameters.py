@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attention import dropout
 from .checks import check_probability
 
 __all__ = ["Attention", "jit_dropout_add"]
@@ -47,22 +48,27 @@ class Attention(nn.Module):
         self.bias, self.include_norm_add, self.impl = bias, include_norm_add, impl
         self.scaling = self.head_dim**-0.5
 
-    def _add(self, name: str, *shape: int, wanted: bool = True) -> None:
-        self.register_parameter(name, nn.Parameter(torch.empty(shape)) if wanted else None)
+    def _add_parameters(self, projections: dict[str, int]) -> None:
+        """Add a weight ``[rows * e, e]`` and a bias of each projection, given its rows in ``e``."""
+        e = self.embed_dim
+        shapes = {name: (rows * e, e) for name, rows in projections.items()}
+        shapes |= {
+            name.replace("weight", "bias"): (rows * e,) for name, rows in projections.items()
+        }
+        shapes |= {"lyr_nrm_gamma_weights": (e,), "lyr_nrm_beta_weights": (e,)}
+        for name, shape in shapes.items():
+            is_there = self.include_norm_add if "nrm" in name else self.bias or len(shape) == 2
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if is_there else None)
+        self.reset_parameters()
 
-    def _add_norm(self) -> None:
-        for name in ("lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"):
-            self._add(name, self.embed_dim, wanted=self.include_norm_add)
-
-    def _reset_vectors(self) -> None:
-        for name, parameter in self.named_parameters(recurse=False):
-            if parameter.dim() == 1:
+    def reset_parameters(self) -> None:
+        """Draw weights anew, uniformly (Glorot & Bengio 2010); biases become 0, gamma 1, beta 0."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.dim() == 2:
+                rows = parameter.shape[0] // parameter.shape[1]  # of that many matrices [e, e]
+                nn.init.xavier_uniform_(parameter, gain=((rows + 1) / 2) ** 0.5)  # as if of one
+            elif parameter is not None:
                 nn.init.constant_(parameter, 1.0 if "gamma" in name else 0.0)
-
-    def _norm(self) -> tuple[Tensor, ...]:
-        if not self.include_norm_add:
-            return ()
-        return self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for old, new in _OLD_KEYS.items():
@@ -87,7 +93,5 @@ def jit_dropout_add(x: Tensor, residual: Tensor, prob: float, is_training: bool)
 
     What is dropped depends on one number drawn from the default generator, and on the index.
     """
-    from .attention import dropout
-
     check_probability("jit_dropout_add", prob)
     return residual + dropout(x, prob if is_training else 0.0)

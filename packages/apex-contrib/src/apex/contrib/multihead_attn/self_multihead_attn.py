@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .attention import Options
 from .checks import is_same
-from .functions import self_attn, self_attn_norm_add
+from .functions import SELF, SELF_NORM_ADD, attend
 from .parameters import Attention, jit_dropout_add
 
 __all__ = ["SelfMultiheadAttn", "jit_dropout_add"]
@@ -65,31 +65,9 @@ class SelfMultiheadAttn(Attention):
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, bias, include_norm_add, impl)
         self.separate_qkv_params, self.mask_additive = separate_qkv_params, mask_additive
-        e = embed_dim
-        if separate_qkv_params:
-            for part in "qkv":
-                self._add(f"{part}_weight", e, e)
-        else:
-            self._add("in_proj_weight", 3 * e, e)
-        self._add("out_proj_weight", e, e)
-        if separate_qkv_params:
-            for part in "qkv":
-                self._add(f"{part}_bias", e, wanted=bias)
-        else:
-            self._add("in_proj_bias", 3 * e, wanted=bias)
-        self._add("out_proj_bias", e, wanted=bias)
-        self._add_norm()
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw weights anew, uniformly (Glorot & Bengio 2010); biases become 0, gamma 1, beta 0."""
-        if self.separate_qkv_params:
-            for weight in (self.q_weight, self.k_weight, self.v_weight):
-                nn.init.xavier_uniform_(weight)
-        else:  # as if it were three matrices [e, e]
-            nn.init.xavier_uniform_(self.in_proj_weight, gain=2**0.5)
-        nn.init.xavier_uniform_(self.out_proj_weight)
-        self._reset_vectors()
+        own = {"q_weight": 1, "k_weight": 1, "v_weight": 1}
+        projections = own if separate_qkv_params else {"in_proj_weight": 3}
+        self._add_parameters(projections | {"out_proj_weight": 1})
 
     def _in_proj(self) -> tuple[Tensor, Tensor | None]:
         if not self.separate_qkv_params:
@@ -142,8 +120,9 @@ class SelfMultiheadAttn(Attention):
         options = Options(
             self.num_heads, self.scaling, mask, is_time_mask, is_added, p, need_weights
         )
-        function = self_attn_norm_add if self.include_norm_add else self_attn
-        norm = self._norm() if self.include_norm_add else ()
+        is_normed = self.include_norm_add
+        kind = SELF_NORM_ADD if is_normed else SELF
+        norm = (self.lyr_nrm_gamma_weights, self.lyr_nrm_beta_weights) if is_normed else ()
         own = self._parameters
         try:  # attributes of modules take a while to look up
             w_in, b_in = own["in_proj_weight"], own["in_proj_bias"]
@@ -151,4 +130,4 @@ class SelfMultiheadAttn(Attention):
         except KeyError:  # three of them, or parametrized
             w_in, b_in = self._in_proj()
             w_out, b_out = self.out_proj_weight, self.out_proj_bias
-        return function(name, options, query, *norm, w_in, w_out, b_in, b_out)
+        return attend(kind, name, options, query, *norm, w_in, w_out, b_in, b_out)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._shared.native.named_functions import NamedFunction
 from .attention import Options
-from .functions import self_attn
+from .functions import SELF, attend
 
 __all__ = ["SelfAttnFunc", "self_attn_func"]
 
@@ -65,7 +65,7 @@ def self_attn_func(
     p = dropout_prob if is_training else 0.0
     options = Options(heads, scale, mask, use_time_mask, bool(is_additive_mask), p)
     tensors = (inputs, input_weights, output_weights, input_biases, output_biases)
-    return self_attn("self_attn_func", options, *tensors)[0]
+    return attend(SELF, "self_attn_func", options, *tensors)[0]
 
 
 class SelfAttnFunc(NamedFunction, constants=("mask",)):

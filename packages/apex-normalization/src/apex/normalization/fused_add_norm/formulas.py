@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._shared.native.formula import Formula
-from .._shared.native.operands import amp_to_float32, as_rows, as_vector, exact, statistics_dtype
 from ..fused_layer_norm import formulas as norms
 from . import ops
 
@@ -29,23 +27,18 @@ def _rms_norm_reference(x, residual, weight, columns, eps, zero_centered_gamma=F
     return y, total, rstd
 
 
-def _layer_norm_backward(
-    dy, dsum, sum, weight, mean, rstd, columns, weight_grads, zero_centered_gamma=False
-):
-    grad, rows = (norms.wide_rows(t, sum, columns=columns) for t in (dy, sum))
-    at = norms.normalized(rows, rstd, True)
-    dx, *terms = norms.layer_norm_gradients(grad, *at, weight, zero_centered_gamma)
-    weights = (norms.sums(t, weight.dtype, weight_grads) for t in terms)
-    return *_of_terms(dx, dy, dsum, sum), *weights
+def _layer_norm_backward(dy, dsum, sum, weight, mean, rstd, *options):
+    return _rms_norm_backward(dy, dsum, sum, weight, rstd, *options, has_mean=True)
 
 
 def _rms_norm_backward(
-    dy, dsum, sum, weight, rstd, columns, weight_grads, zero_centered_gamma=False
+    dy, dsum, sum, weight, rstd, columns, weight_grads, zero_centered_gamma=False, *, has_mean=False
 ):
     grad, rows = (norms.wide_rows(t, sum, columns=columns) for t in (dy, sum))
-    at = norms.normalized(rows, rstd, False)
-    dx, terms = norms.rms_norm_gradients(grad, *at, weight, zero_centered_gamma)
-    return *_of_terms(dx, dy, dsum, sum), norms.sums(terms, weight.dtype, weight_grads)
+    at = norms.normalized(rows, rstd, has_mean)
+    dx, *terms = norms.gradients(grad, *at, weight, zero_centered_gamma, has_mean)
+    weights = (norms.sums(t, weight.dtype, weight_grads) for t in terms)
+    return *_of_terms(dx, dy, dsum, sum), *weights
 
 
 def _of_terms(dx: Tensor, dy: Tensor, dsum: Tensor | None, sum: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,28 +78,3 @@ add_rms_norm = Formula(
     **_OPTIONS,
 )
 norms.TABLE.update(add_layer_norm.decompositions() | add_rms_norm.decompositions())
-
-
-def run(
-    formula: Formula,
-    x: Tensor,
-    residual: Tensor,
-    parameters: tuple[Tensor | None, ...],
-    eps: float,
-    zero_centered_gamma: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return y and the sum of checked operands, cast to dtypes for which there is a kernel; all
-    casts are exact.
-    """
-    x, residual, *parameters = amp_to_float32(x, residual, *parameters)
-    weight = parameters[0]
-    dims, options = weight.dim(), (weight.numel(), eps, zero_centered_gamma)
-    if x.dtype == residual.dtype == weight.dtype and dims == 1 < x.dim():  # fewer questions
-        vectors = [p if p is None else p.contiguous() for p in parameters]
-        return formula(x.contiguous(), residual.contiguous(), *vectors, *options)
-    total = torch.promote_types(x.dtype, residual.dtype)
-    wide = x.dtype if x.dtype == total == weight.dtype else statistics_dtype(x.dtype)
-    rows, others = as_rows(x, dims), as_rows(residual, dims)
-    vectors = [as_vector(p, wide) for p in parameters]
-    y, total = formula(exact(rows), exact(others, total), *vectors, *options)
-    return (y, total) if rows is x else (y.reshape(x.shape), total.reshape(x.shape))

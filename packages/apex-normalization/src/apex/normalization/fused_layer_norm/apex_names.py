@@ -9,7 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._shared.native.named_functions import NamedFunction
-from .functional import Shape, run_layer_norm, run_rms_norm
+from .checks import Shape
+from .formulas import LAYER_NORM, RMS_NORM
+from .functional import run_norm
 
 
 class FusedLayerNormAffineFunction(NamedFunction):
@@ -26,9 +28,9 @@ class FusedLayerNormAffineFunction(NamedFunction):
         *,
         zero_centered_gamma: bool = False,
     ) -> Tensor:
-        name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
-        return run_layer_norm(
-            name, input, weight, bias, normalized_shape, eps, *options, casts=False
+        given = input, (weight, bias), normalized_shape, eps, memory_efficient
+        return run_norm(
+            "fused_layer_norm_affine", LAYER_NORM, *given, False, zero_centered_gamma, casts=False
         )
 
 
@@ -46,10 +48,14 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
         *,
         zero_centered_gamma: bool = False,
     ) -> Tensor:
-        name = "mixed_dtype_fused_layer_norm_affine"
-        options = (memory_efficient, True, zero_centered_gamma)
-        return run_layer_norm(
-            name, input, weight, bias, normalized_shape, eps, *options, casts=False
+        given = input, (weight, bias), normalized_shape, eps, memory_efficient
+        return run_norm(
+            "mixed_dtype_fused_layer_norm_affine",
+            LAYER_NORM,
+            *given,
+            True,
+            zero_centered_gamma,
+            casts=False,
         )
 
 
@@ -63,16 +69,8 @@ class FusedLayerNormFunction(NamedFunction):
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        return run_layer_norm(
-            "fused_layer_norm",
-            input,
-            None,
-            None,
-            normalized_shape,
-            eps,
-            memory_efficient,
-            casts=False,
-        )
+        given = input, (None, None), normalized_shape, eps, memory_efficient
+        return run_norm("fused_layer_norm", LAYER_NORM, *given, casts=False)
 
 
 class FusedRMSNormAffineFunction(NamedFunction):
@@ -88,8 +86,10 @@ class FusedRMSNormAffineFunction(NamedFunction):
         *,
         zero_centered_gamma: bool = False,
     ) -> Tensor:
-        name, options = "fused_rms_norm_affine", (memory_efficient, False, zero_centered_gamma)
-        return run_rms_norm(name, input, weight, normalized_shape, eps, *options, casts=False)
+        given = input, (weight,), normalized_shape, eps, memory_efficient
+        return run_norm(
+            "fused_rms_norm_affine", RMS_NORM, *given, False, zero_centered_gamma, casts=False
+        )
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
@@ -105,9 +105,15 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
         *,
         zero_centered_gamma: bool = False,
     ) -> Tensor:
-        name = "mixed_dtype_fused_rms_norm_affine"
-        options = (memory_efficient, True, zero_centered_gamma)
-        return run_rms_norm(name, input, weight, normalized_shape, eps, *options, casts=False)
+        given = input, (weight,), normalized_shape, eps, memory_efficient
+        return run_norm(
+            "mixed_dtype_fused_rms_norm_affine",
+            RMS_NORM,
+            *given,
+            True,
+            zero_centered_gamma,
+            casts=False,
+        )
 
 
 class FusedRMSNormFunction(NamedFunction):
@@ -120,6 +126,5 @@ class FusedRMSNormFunction(NamedFunction):
         eps: float | None,
         memory_efficient: bool = False,
     ) -> Tensor:
-        return run_rms_norm(
-            "fused_rms_norm", input, None, normalized_shape, eps, memory_efficient, casts=False
-        )
+        given = input, (None,), normalized_shape, eps, memory_efficient
+        return run_norm("fused_rms_norm", RMS_NORM, *given, casts=False)

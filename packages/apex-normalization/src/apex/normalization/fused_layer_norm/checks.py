@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from .._shared.native.operands import FLOATS, check_floating, statistics_dtype
 from .._shared.native.transforms import kernels_serve
 
+Shape = int | Sequence[int]
 
-def as_shape(name: str, normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+
+def as_shape(name: str, normalized_shape: Shape) -> tuple[int, ...]:
     """Return ``normalized_shape`` as a tuple; an int (also numpy's or symbolic) is one dimension.
 
     ``name`` is the caller's, for messages.
@@ -84,13 +86,14 @@ def check_eps(name: str, eps: float) -> None:
 def check_operands(
     name: str,
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weights: Sequence[Tensor | None],
     shape: tuple[int, ...],
     eps: float,
     mixed: bool = True,
 ) -> None:
     """Check the operands of one normalization; without ``mixed``, they must have one dtype.
+
+    ``weights`` are weight and bias, or the weight of an RMS norm.
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor, or dtypes do not go together.
@@ -108,6 +111,7 @@ def check_operands(
             f"{name}: normalized_shape is {list(shape)}, but the last dimensions of input are "
             f"{list(x.shape)[-len(shape) :]} (input: {list(x.shape)})."
         )
+    weight, bias = (*weights, None)[:2]
     if weight is not None and not _is_alike(weight, x, shape):
         _check_parameter(name, "weight", weight, x, shape)
         if not mixed and weight.dtype != x.dtype:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._shared.native.library import register_fake
-from . import compute
 from .checks import check_recoverable
-from .formulas import TABLE
+from .compute import gradients, normalize
+from .formulas import LAYER_NORM, RMS_NORM, TABLE
 
 _library = torch.library.Library("apex", "FRAGMENT")
 fakes: dict[str, Callable[..., Any]] = {}  # the fake kernels, under the names that Apex's have
@@ -28,64 +28,45 @@ _END = "int[] normalized_shape, float eps, bool memory_efficient=False"
 
 
 def _forward(name: str, parameters: str, returns: str):
-    """Define ``apex::name`` from the decorated function, which serves real and fake tensors."""
-    return _refusing_forward_mode(f"{name}(Tensor input, {parameters}{_END}) -> {returns}")
-
-
-def _refusing_forward_mode(schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Define an operator that raises where its tangents would be lost."""
-    name, define = schema.partition("(")[0], _define(schema)
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        def operator(*arguments: Any, **options: Any) -> Any:
-            _refuse_forward_mode(name)
-            return function(*arguments, **options)
-
-        return define(operator)
-
-    return decorate
-
-
-def _refuse_forward_mode(name: str) -> None:
-    """Raise where tangents may be wanted: torch gives operators without a formula zeros, silently.
-
-    An operator cannot see whether its input has a tangent.
-    """
-    if forward_ad._current_level < 0:
-        return
-    raise NotImplementedError(
-        f"apex::{name}: operators have no forward-mode derivative, but this call is within "
-        "torch.func.jvp, jacfwd, hessian or dual_level. Call the functions of "
-        "apex.normalization.fused_layer_norm, which have one."
-    )
+    return _define(f"{name}(Tensor input, {parameters}{_END}) -> {returns}")
 
 
 def _backward(name: str, statistics: str, parameters: str, returns: str):
-    return _refusing_forward_mode(
+    return _define(
         f"{name}(Tensor grad_output, {statistics}, Tensor input_or_output, int[] normalized_shape,"
         f" {parameters}float eps, bool memory_efficient=False) -> {returns}"
     )
 
 
 def _define(schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Define an operator from the decorated function, which serves real and fake tensors.
+
+    It raises where tangents may be wanted: torch gives operators without a formula zeros, silently,
+    and an operator cannot see whether its input has a tangent.
+    """
     name = schema.partition("(")[0]
 
     def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def operator(*arguments: Any, **options: Any) -> Any:
+            if forward_ad._current_level >= 0:
+                raise NotImplementedError(
+                    f"apex::{name}: operators have no forward-mode derivative, but this call is "
+                    "within torch.func.jvp, jacfwd, hessian or dual_level. Call the functions of "
+                    "apex.normalization.fused_layer_norm, which have one."
+                )
+            return function(*arguments, **options)
+
         _library.define(schema)
-        _library.impl(name, function, "CompositeExplicitAutograd")
+        _library.impl(name, operator, "CompositeExplicitAutograd")
         # The function calls operators that have fake kernels.
-        register_fake(_library, f"apex::{name}", function)
+        register_fake(_library, f"apex::{name}", operator)
         overload = getattr(torch.ops.apex, name).default
-        TABLE[overload] = fakes[f"{name}_fake"] = function
+        TABLE[overload] = fakes[f"{name}_fake"] = operator
         overload.__doc__ = function.__doc__
         return overload
 
     return decorate
-
-
-def _statistics(dy: Tensor, saved: Tensor, from_output: bool, *statistics: Tensor | None):
-    return compute.as_statistics(saved.dtype, dy.dtype, from_output, *statistics)
 
 
 @_backward(
@@ -96,11 +77,8 @@ def fused_layer_norm_affine_bwd(
     memory_efficient=False,
 ):  # fmt: skip
     """Return dx in the saved tensor's dtype, and dweight and dbias in ``grad_output``'s."""
-    mean, invvar = _statistics(grad_output, input_or_output, memory_efficient, mean, invvar)
-    return compute.layer_norm_gradients(
-        grad_output, input_or_output, weight, bias, mean, invvar, normalized_shape, eps,
-        input_or_output.dtype, memory_efficient, True,
-    )  # fmt: skip
+    given = input_or_output, (weight, bias), normalized_shape, eps, memory_efficient, True
+    return gradients(LAYER_NORM, grad_output, (mean, invvar), *given)
 
 
 @_backward("fused_layer_norm_bwd", "Tensor? mean, Tensor invvar", "", "Tensor")
@@ -108,11 +86,8 @@ def fused_layer_norm_bwd(
     grad_output, mean, invvar, input_or_output, normalized_shape, eps, memory_efficient=False
 ):
     """Return dx."""
-    mean, invvar = _statistics(grad_output, input_or_output, memory_efficient, mean, invvar)
-    return compute.layer_norm_gradients(
-        grad_output, input_or_output, None, None, mean, invvar, normalized_shape, eps,
-        input_or_output.dtype, memory_efficient, False,
-    )[0]  # fmt: skip
+    given = input_or_output, (None, None), normalized_shape, eps, memory_efficient, False
+    return gradients(LAYER_NORM, grad_output, (mean, invvar), *given)[0]
 
 
 @_backward("fused_rms_norm_affine_bwd", "Tensor invvar", _RMS, "(Tensor, Tensor)")
@@ -120,11 +95,8 @@ def fused_rms_norm_affine_bwd(
     grad_output, invvar, input_or_output, normalized_shape, weight, eps, memory_efficient=False
 ):
     """Return dx in the saved tensor's dtype, and dweight in ``grad_output``'s."""
-    (invvar,) = _statistics(grad_output, input_or_output, memory_efficient, invvar)
-    return compute.rms_norm_gradients(
-        grad_output, input_or_output, weight, invvar, normalized_shape, eps, input_or_output.dtype,
-        memory_efficient, True,
-    )  # fmt: skip
+    given = input_or_output, (weight,), normalized_shape, eps, memory_efficient, True
+    return gradients(RMS_NORM, grad_output, (invvar,), *given)
 
 
 @_backward("fused_rms_norm_bwd", "Tensor invvar", "", "Tensor")
@@ -132,19 +104,14 @@ def fused_rms_norm_bwd(
     grad_output, invvar, input_or_output, normalized_shape, eps, memory_efficient=False
 ):
     """Return dx."""
-    (invvar,) = _statistics(grad_output, input_or_output, memory_efficient, invvar)
-    return compute.rms_norm_gradients(
-        grad_output, input_or_output, None, invvar, normalized_shape, eps, input_or_output.dtype,
-        memory_efficient, False,
-    )[0]  # fmt: skip
+    given = input_or_output, (None,), normalized_shape, eps, memory_efficient, False
+    return gradients(RMS_NORM, grad_output, (invvar,), *given)[0]
 
 
 def _layer_forward(name: str, mixed: bool) -> Any:
     def forward(input, weight, bias, normalized_shape, eps, memory_efficient=False):
         """Return output, mean and invvar, which is ``1 / sqrt(var + eps)``."""
-        return compute.in_input_dtype(
-            input, *compute.layer_norm(name, input, weight, bias, normalized_shape, eps, mixed)
-        )
+        return normalize(name, LAYER_NORM, input, (weight, bias), normalized_shape, eps, mixed)
 
     return _forward(f"{name}_fwd", _LAYER, "(Tensor, Tensor, Tensor)")(forward)
 
@@ -152,9 +119,7 @@ def _layer_forward(name: str, mixed: bool) -> Any:
 def _rms_forward(name: str, mixed: bool) -> Any:
     def forward(input, weight, normalized_shape, eps, memory_efficient=False):
         """Return output and invvar, which is ``1 / sqrt(mean(input ** 2) + eps)``."""
-        return compute.in_input_dtype(
-            input, *compute.rms_norm(name, input, weight, normalized_shape, eps, mixed)
-        )
+        return normalize(name, RMS_NORM, input, (weight,), normalized_shape, eps, mixed)
 
     return _forward(f"{name}_fwd", _RMS, "(Tensor, Tensor)")(forward)
 
@@ -178,13 +143,13 @@ fused_rms_norm_affine_mixed_dtypes_fwd = _rms_forward(
 @_forward("fused_layer_norm_fwd", "", "(Tensor, Tensor, Tensor)")
 def fused_layer_norm_fwd(input, normalized_shape, eps, memory_efficient=False):
     """Return output, mean and invvar, which is ``1 / sqrt(var + eps)``."""
-    return compute.layer_norm("fused_layer_norm", input, None, None, normalized_shape, eps, False)
+    return normalize("fused_layer_norm", LAYER_NORM, input, (None, None), normalized_shape, eps)
 
 
 @_forward("fused_rms_norm_fwd", "", "(Tensor, Tensor)")
 def fused_rms_norm_fwd(input, normalized_shape, eps, memory_efficient=False):
     """Return output and invvar, which is ``1 / sqrt(mean(input ** 2) + eps)``."""
-    return compute.rms_norm("fused_rms_norm", input, None, normalized_shape, eps, False)
+    return normalize("fused_rms_norm", RMS_NORM, input, (None,), normalized_shape, eps)
 
 
 def _register_autograd(overload: Any, gradient: Any, setup_context: Any = None) -> None:
@@ -206,7 +171,7 @@ def _register_autograd(overload: Any, gradient: Any, setup_context: Any = None) 
     _library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: bool) -> None:
+def _register_gradient(forward: Any, backward: Any, parameters: int) -> None:
     """Differentiate ``forward`` with respect to the input and ``parameters`` by ``backward``."""
 
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -226,8 +191,8 @@ def _register_gradient(forward: Any, backward: Any, parameters: int, has_mean: b
             return *(None,) * (1 + parameters), *rest
         saved, *tensors = ctx.saved_tensors
         weights, statistics = tensors[:parameters], tensors[parameters:]
-        if has_mean and ctx.efficient:
-            statistics[0] = None
+        if ctx.efficient:
+            statistics[:-1] = [None] * len(statistics[:-1])  # a mean
         grads = backward(dy, *statistics, saved, ctx.shape, *weights, ctx.eps, ctx.efficient)
         dx, *dweights = grads if parameters else [grads]
         dweights = [d if w is not None else None for d, w in zip(dweights, weights, strict=True)]
@@ -253,9 +218,12 @@ for _op in (
     *(fused_rms_norm_affine_bwd, fused_rms_norm_bwd),
 ):
     _refuse_gradient(_op)
-for _op in (fused_layer_norm_affine_fwd, fused_layer_norm_affine_mixed_dtypes_fwd):
-    _register_gradient(_op, fused_layer_norm_affine_bwd, parameters=2, has_mean=True)
-for _op in (fused_rms_norm_affine_fwd, fused_rms_norm_affine_mixed_dtypes_fwd):
-    _register_gradient(_op, fused_rms_norm_affine_bwd, parameters=1, has_mean=False)
-_register_gradient(fused_layer_norm_fwd, fused_layer_norm_bwd, parameters=0, has_mean=True)
-_register_gradient(fused_rms_norm_fwd, fused_rms_norm_bwd, parameters=0, has_mean=False)
+for _op, *_facts in (
+    (fused_layer_norm_affine_fwd, fused_layer_norm_affine_bwd, 2),
+    (fused_layer_norm_affine_mixed_dtypes_fwd, fused_layer_norm_affine_bwd, 2),
+    (fused_layer_norm_fwd, fused_layer_norm_bwd, 0),
+    (fused_rms_norm_affine_fwd, fused_rms_norm_affine_bwd, 1),
+    (fused_rms_norm_affine_mixed_dtypes_fwd, fused_rms_norm_affine_bwd, 1),
+    (fused_rms_norm_fwd, fused_rms_norm_bwd, 0),
+):
+    _register_gradient(_op, *_facts)

@@ -6,8 +6,8 @@ The formulas compute everything in the statistics' dtype and round once, as the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,29 +56,22 @@ def rms_norm_reference(
     return _like(y, x, columns), *_statistics(x, rstd)
 
 
-def layer_norm_gradients(
+def gradients(
     dy: Tensor,
     xhat: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
     zero_centered_gamma: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, and each row's terms of dweight and dbias, from normalized rows; all are wide."""
-    g = _affine(dy, weight, None, zero_centered_gamma)
-    dx = rstd * (g - g.mean(1, keepdim=True) - xhat * (g * xhat).mean(1, keepdim=True))
-    return dx, dy * xhat, dy
+    has_mean: bool,
+) -> tuple[Tensor, ...]:
+    """dx, and each row's terms of dweight and, of a layer norm, which has a mean, of dbias.
 
-
-def rms_norm_gradients(
-    dy: Tensor,
-    xhat: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    zero_centered_gamma: bool,
-) -> tuple[Tensor, Tensor]:
-    """The same without a mean: dx, and each row's terms of dweight."""
+    They come from normalized rows; all are wide.
+    """
     g = _affine(dy, weight, None, zero_centered_gamma)
-    return rstd * (g - xhat * (g * xhat).mean(1, keepdim=True)), dy * xhat
+    along = g - g.mean(1, keepdim=True) if has_mean else g
+    dx = rstd * (along - xhat * (g * xhat).mean(1, keepdim=True))
+    return dx, dy * xhat, *([dy] if has_mean else [])
 
 
 def normalized(rows: Tensor, rstd: Tensor, has_mean: bool) -> tuple[Tensor, Tensor]:
@@ -99,39 +92,41 @@ def sums(terms: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
     return terms.sum(0).to(dtype) if wanted else terms.new_empty([0], dtype=dtype)
 
 
-def _layer_norm_backward(
-    dy, x, weight, mean, rstd, columns, weight_grads, zero_centered_gamma=False
+def _layer_norm_backward(dy, x, weight, mean, rstd, *options):
+    return _rms_norm_backward(dy, x, weight, rstd, *options, has_mean=True)
+
+
+def _rms_norm_backward(
+    dy, x, weight, rstd, columns, weight_grads, zero_centered_gamma=False, *, has_mean=False
 ):
     grad, rows = (wide_rows(t, x, dy, columns=columns) for t in (dy, x))
-    at = normalized(rows, rstd, True)
-    dx, *terms = layer_norm_gradients(grad, *at, weight, zero_centered_gamma)
+    at = normalized(rows, rstd, has_mean)
+    dx, *terms = gradients(grad, *at, weight, zero_centered_gamma, has_mean)
     return dx.to(x.dtype).reshape(x.shape), *(sums(t, dy.dtype, weight_grads) for t in terms)
 
 
-def _rms_norm_backward(dy, x, weight, rstd, columns, weight_grads, zero_centered_gamma=False):
-    grad, rows = (wide_rows(t, x, dy, columns=columns) for t in (dy, x))
-    at = normalized(rows, rstd, False)
-    dx, terms = rms_norm_gradients(grad, *at, weight, zero_centered_gamma)
-    return dx.to(x.dtype).reshape(x.shape), sums(terms, dy.dtype, weight_grads)
-
-
-def _layer_norm_backward_from_output(
-    dy, y, weight, bias, rstd, columns, eps, weight_grads, zero_centered_gamma=False
-):
-    grad, rows = (wide_rows(t, y, columns=columns) for t in (dy, y))
-    rows = rows if bias is None else rows - bias.to(rows.dtype)
-    xhat = _undo(rows, weight, eps, zero_centered_gamma)
-    dx, *terms = layer_norm_gradients(grad, xhat, rstd[:, None], weight, zero_centered_gamma)
-    return dx.to(y.dtype).reshape(y.shape), *(sums(t, dy.dtype, weight_grads) for t in terms)
+def _layer_norm_backward_from_output(dy, y, weight, bias, rstd, *options):
+    return _rms_norm_backward_from_output(dy, y, weight, rstd, *options, bias=bias, has_mean=True)
 
 
 def _rms_norm_backward_from_output(
-    dy, y, weight, rstd, columns, eps, weight_grads, zero_centered_gamma=False
+    dy,
+    y,
+    weight,
+    rstd,
+    columns,
+    eps,
+    weight_grads,
+    zero_centered_gamma=False,
+    *,
+    bias=None,
+    has_mean=False,
 ):
     grad, rows = (wide_rows(t, y, columns=columns) for t in (dy, y))
-    xhat = _undo(rows, weight, eps, zero_centered_gamma)
-    dx, terms = rms_norm_gradients(grad, xhat, rstd[:, None], weight, zero_centered_gamma)
-    return dx.to(y.dtype).reshape(y.shape), sums(terms, dy.dtype, weight_grads)
+    rows = rows if bias is None else rows - bias.to(rows.dtype)
+    at = _undo(rows, weight, eps, zero_centered_gamma), rstd[:, None]
+    dx, *terms = gradients(grad, *at, weight, zero_centered_gamma, has_mean)
+    return dx.to(y.dtype).reshape(y.shape), *(sums(t, dy.dtype, weight_grads) for t in terms)
 
 
 def _rows(x: Tensor, columns: int) -> Tensor:
@@ -216,14 +211,26 @@ rms_norm_from_output = rms_norm.from_output(
     _rms_norm_backward_from_output,
 )
 
+
+class Norm(NamedTuple):
+    """A normalization, whose backward starts from its input or, to save memory, its output."""
+
+    name: str
+    from_input: Formula
+    from_output: Formula
+
+
+LAYER_NORM = Norm("layer_norm", layer_norm, layer_norm_from_output)
+RMS_NORM = Norm("rms_norm", rms_norm, rms_norm_from_output)
+
 # Operators of this package and what they are in ATen's. A table of our own: in torch's they would
 # break ``torch.compile`` where the environment variable ``CI`` is set, as Inductor then refuses to
 # leave whole what torch's table splits.
 TABLE: dict[Any, Callable[..., Any]] = {
-    **layer_norm.decompositions(),
-    **layer_norm_from_output.decompositions(),
-    **rms_norm.decompositions(),
-    **rms_norm_from_output.decompositions(),
+    op: function
+    for norm in (LAYER_NORM, RMS_NORM)
+    for formula in norm[1:]
+    for op, function in formula.decompositions().items()
 }
 
 
@@ -271,7 +278,7 @@ def result_dtype(x: Tensor, weight: Tensor | None, mixed: bool) -> torch.dtype:
 def run(
     formula: Formula,
     x: Tensor,
-    parameters: tuple[Tensor | None, ...],
+    parameters: Sequence[Tensor | None],
     shape: tuple[int, ...],
     eps: float,
     zero_centered_gamma: bool,

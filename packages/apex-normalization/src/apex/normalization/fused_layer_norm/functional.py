@@ -10,65 +10,15 @@ from torch import Tensor
 
 from .._shared.native.operands import are_exact, autocast_norm, statistics_dtype
 from .._shared.native.plain import explain, plainness
-from . import formulas
-from .checks import as_shape, check_operands, check_recoverable, rms_eps
-
-Shape = int | Sequence[int]
-_plain_layer_norm, _plain_rms_norm = formulas.layer_norm.plain, formulas.rms_norm.plain
+from .checks import Shape, as_shape, check_operands, check_recoverable, rms_eps
+from .formulas import LAYER_NORM, RMS_NORM, Norm, result_dtype, run
 
 
-def run_layer_norm(
+def run_norm(
     name: str,
+    norm: Norm,
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized_shape: Shape,
-    eps: float,
-    memory_efficient: bool,
-    mixed: bool = False,
-    zero_centered_gamma: bool = False,
-    casts: bool = True,
-) -> Tensor:
-    """Check operands and run our kernels; ``name`` is the caller's.
-
-    With ``mixed`` the result has the weight's dtype; with ``casts`` autocast casts operands first.
-    """
-    try:
-        if (
-            (answer := plainness(x, weight, bias))
-            and weight is not None
-            and not x.is_meta
-            and weight.shape == normalized_shape
-            and x.dim() > 1 == len(normalized_shape)
-            and x.size(-1) == normalized_shape[0]
-            and x.dtype is weight.dtype
-            and type(eps) is float
-            and 0.0 <= eps < math.inf
-            and not memory_efficient
-        ):
-            return _plain_layer_norm[answer](
-                x.contiguous(), weight, bias, normalized_shape[0], eps, zero_centered_gamma
-            )
-    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
-        if are_exact(weight, bias):
-            explain(check_operands, name, x, weight, bias, normalized_shape, eps)
-    if casts:
-        x, weight, bias = autocast_norm(x, weight, bias)
-    shape = as_shape(name, normalized_shape)
-    check_operands(name, x, weight, bias, shape, eps)
-    formula = formulas.layer_norm
-    if memory_efficient:
-        if _wants_gradients(x, weight, bias):
-            check_recoverable(name, weight, zero_centered_gamma)
-        formula = formulas.layer_norm_from_output
-    dtype = formulas.result_dtype(x, weight, mixed)
-    return formulas.run(formula, x, (weight, bias), shape, eps, zero_centered_gamma, dtype)
-
-
-def run_rms_norm(
-    name: str,
-    x: Tensor,
-    weight: Tensor | None,
+    weights: Sequence[Tensor | None],
     normalized_shape: Shape,
     eps: float | None,
     memory_efficient: bool,
@@ -76,10 +26,15 @@ def run_rms_norm(
     zero_centered_gamma: bool = False,
     casts: bool = True,
 ) -> Tensor:
-    """As :func:`run_layer_norm`, without a bias."""
-    try:  # the same question again: a function for both would be a frame more in each call
+    """Check operands and run our kernels; ``name`` is the caller's.
+
+    ``weights`` are weight and bias of a layer norm, or the weight of an RMS norm. With ``mixed``
+    the result has the weight's dtype; with ``casts`` autocast casts operands first.
+    """
+    weight = weights[0]
+    try:
         if (
-            (answer := plainness(x, weight))
+            (answer := plainness(x, *weights))
             and weight is not None
             and not x.is_meta
             and weight.shape == normalized_shape
@@ -90,23 +45,22 @@ def run_rms_norm(
             and 0.0 <= eps < math.inf
             and not memory_efficient
         ):
-            return _plain_rms_norm[answer](
-                x.contiguous(), weight, normalized_shape[0], eps, zero_centered_gamma
+            return norm.from_input.plain[answer](
+                x.contiguous(), *weights, normalized_shape[0], eps, zero_centered_gamma
             )
-    except (AttributeError, RuntimeError):  # as above
-        if are_exact(weight):
-            explain(check_operands, name, x, weight, None, normalized_shape, eps)
+    except (AttributeError, RuntimeError):  # of None, and of the operator's checks
+        if are_exact(*weights):
+            explain(check_operands, name, x, weights, normalized_shape, eps)
     if casts:
-        x, weight = autocast_norm(x, weight)
-    shape, eps = as_shape(name, normalized_shape), rms_eps(x, eps)
-    check_operands(name, x, weight, None, shape, eps)
-    formula = formulas.rms_norm
-    if memory_efficient:
-        if _wants_gradients(x, weight):
-            check_recoverable(name, weight, zero_centered_gamma)
-        formula = formulas.rms_norm_from_output
-    dtype = formulas.result_dtype(x, weight, mixed)
-    return formulas.run(formula, x, (weight,), shape, eps, zero_centered_gamma, dtype)
+        x, *weights = autocast_norm(x, *weights)
+    shape = as_shape(name, normalized_shape)
+    eps = rms_eps(x, eps) if norm is RMS_NORM else eps
+    check_operands(name, x, weights, shape, eps)
+    if memory_efficient and _wants_gradients(x, *weights):
+        check_recoverable(name, weights[0], zero_centered_gamma)
+    formula = norm.from_output if memory_efficient else norm.from_input
+    dtype = result_dtype(x, weights[0], mixed)
+    return run(formula, x, weights, shape, eps, zero_centered_gamma, dtype)
 
 
 def _wants_gradients(*tensors: Tensor | None) -> bool:
@@ -169,8 +123,10 @@ def fused_layer_norm_affine(
     Source:
         Ba, Kiros & Hinton, *Layer Normalization*, 2016.
     """
-    name, options = "fused_layer_norm_affine", (memory_efficient, False, zero_centered_gamma)
-    return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
+    name, weights, centered = "fused_layer_norm_affine", (weight, bias), zero_centered_gamma
+    return run_norm(
+        name, LAYER_NORM, input, weights, normalized_shape, eps, memory_efficient, False, centered
+    )
 
 
 def fused_layer_norm(
@@ -180,8 +136,8 @@ def fused_layer_norm(
 
     Here ``memory_efficient`` costs no accuracy beyond the output's rounding.
     """
-    return run_layer_norm(
-        "fused_layer_norm", input, None, None, normalized_shape, eps, memory_efficient
+    return run_norm(
+        "fused_layer_norm", LAYER_NORM, input, (None, None), normalized_shape, eps, memory_efficient
     )
 
 
@@ -200,9 +156,14 @@ def mixed_dtype_fused_layer_norm_affine(
     Every pair of float64, float32, float16 and bfloat16 works; the result is rounded once. A 16-bit
     input with float32 weights is read and written directly; other pairs cost a cast.
     """
-    name = "mixed_dtype_fused_layer_norm_affine"
-    options = (memory_efficient, True, zero_centered_gamma)
-    return run_layer_norm(name, input, weight, bias, normalized_shape, eps, *options)
+    name, weights, centered = (
+        "mixed_dtype_fused_layer_norm_affine",
+        (weight, bias),
+        zero_centered_gamma,
+    )
+    return run_norm(
+        name, LAYER_NORM, input, weights, normalized_shape, eps, memory_efficient, True, centered
+    )
 
 
 def fused_rms_norm_affine(
@@ -228,15 +189,19 @@ def fused_rms_norm_affine(
     Source:
         Zhang & Sennrich, *Root Mean Square Layer Normalization*, NeurIPS 2019.
     """
-    name, options = "fused_rms_norm_affine", (memory_efficient, False, zero_centered_gamma)
-    return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
+    name, weights, centered = "fused_rms_norm_affine", (weight,), zero_centered_gamma
+    return run_norm(
+        name, RMS_NORM, input, weights, normalized_shape, eps, memory_efficient, False, centered
+    )
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """:func:`fused_rms_norm_affine` without a weight."""
-    return run_rms_norm("fused_rms_norm", input, None, normalized_shape, eps, memory_efficient)
+    return run_norm(
+        "fused_rms_norm", RMS_NORM, input, (None,), normalized_shape, eps, memory_efficient
+    )
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -249,9 +214,10 @@ def mixed_dtype_fused_rms_norm_affine(
     zero_centered_gamma: bool = False,
 ) -> Tensor:
     """:func:`fused_rms_norm_affine`, whose result has the weight's dtype, whatever the input's."""
-    name = "mixed_dtype_fused_rms_norm_affine"
-    options = (memory_efficient, True, zero_centered_gamma)
-    return run_rms_norm(name, input, weight, normalized_shape, eps, *options)
+    name, weights, centered = "mixed_dtype_fused_rms_norm_affine", (weight,), zero_centered_gamma
+    return run_norm(
+        name, RMS_NORM, input, weights, normalized_shape, eps, memory_efficient, True, centered
+    )
 
 
 def manual_rms_norm(

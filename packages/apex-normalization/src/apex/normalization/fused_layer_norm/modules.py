@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .checks import as_shape, check_eps, mixed_options
+from .checks import Shape, as_shape, check_eps, mixed_options
+from .formulas import LAYER_NORM, RMS_NORM
 from .functional import (
     fused_layer_norm,
     fused_layer_norm_affine,
@@ -16,11 +16,8 @@ from .functional import (
     fused_rms_norm_affine,
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
-    run_layer_norm,
-    run_rms_norm,
+    run_norm,
 )
-
-Shape = int | Sequence[int]
 
 # What torch.fx.symbolic_trace records as one call, as it does torch.nn's norms.
 for _function in (
@@ -33,6 +30,8 @@ for _function in (
 class _Norm(nn.Module):
     """What layer and RMS normalization share: shape, eps, options and the weight."""
 
+    _called: str  # by messages of a call
+    _is_mixed = False  # whether the result has the weight's dtype
     _takes_no_eps = False  # whether eps may be None
     zero_centered_gamma = False  # of modules in pickles of Apex's
 
@@ -59,10 +58,8 @@ class _Norm(nn.Module):
         self._add_parameter("weight", elementwise_affine, device, dtype)
 
     def _add_parameter(self, name: str, exists: bool, device, dtype) -> None:
-        parameter = None
-        if exists:
-            parameter = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
-        self.register_parameter(name, parameter)
+        values = torch.empty(self.normalized_shape, device=device, dtype=dtype) if exists else None
+        self.register_parameter(name, nn.Parameter(values) if exists else None)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)  # also of `norm.weight = ...`
@@ -158,6 +155,8 @@ class FusedLayerNorm(_Norm):
         torch.Size([2, 10, 64])
     """
 
+    _called = "FusedLayerNorm"
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -193,14 +192,16 @@ class FusedLayerNorm(_Norm):
             weight, bias = self.weight, self.bias
         centered = weight is not None and self.zero_centered_gamma
         if type(input) is Tensor:  # what torch.fx records is none
-            return run_layer_norm(
-                "FusedLayerNorm", input, weight, bias, shape, eps, efficient, False, centered
+            name, weights, mixed = self._called, (weight, bias), self._is_mixed
+            return run_norm(
+                name, LAYER_NORM, input, weights, shape, eps, efficient, mixed, centered
             )
         if weight is None:
             return fused_layer_norm(input, shape, eps, efficient)
-        return fused_layer_norm_affine(
-            input, weight, bias, shape, eps, efficient, zero_centered_gamma=centered
+        function = (
+            mixed_dtype_fused_layer_norm_affine if self._is_mixed else fused_layer_norm_affine
         )
+        return function(input, weight, bias, shape, eps, efficient, zero_centered_gamma=centered)
 
 
 class FusedRMSNorm(_Norm):
@@ -226,6 +227,7 @@ class FusedRMSNorm(_Norm):
         torch.Size([2, 10, 64])
     """
 
+    _called = "FusedRMSNorm"
     _takes_no_eps = True
 
     def __init__(
@@ -259,10 +261,12 @@ class FusedRMSNorm(_Norm):
             weight = self.weight
         centered = weight is not None and self.zero_centered_gamma
         if type(input) is Tensor:  # as above
-            return run_rms_norm("FusedRMSNorm", input, weight, *options, False, centered)
+            mixed = self._is_mixed
+            return run_norm(self._called, RMS_NORM, input, (weight,), *options, mixed, centered)
         if weight is None:
             return fused_rms_norm(input, *options)
-        return fused_rms_norm_affine(input, weight, *options, zero_centered_gamma=centered)
+        function = mixed_dtype_fused_rms_norm_affine if self._is_mixed else fused_rms_norm_affine
+        return function(input, weight, *options, zero_centered_gamma=centered)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
@@ -275,6 +279,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         RuntimeError: ``elementwise_affine=False``.
     """
 
+    _called, _is_mixed = "MixedFusedLayerNorm", True
+
     def __init__(
         self,
         normalized_shape: Shape,
@@ -286,17 +292,6 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         options = mixed_options("MixedFusedLayerNorm", kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient, **options)
 
-    def forward(self, input: Tensor) -> Tensor:
-        options = (self.normalized_shape, self.eps, self.memory_efficient)
-        weight, bias, centered = self.weight, self.bias, self.zero_centered_gamma
-        if type(input) is Tensor:  # as above
-            return run_layer_norm(
-                "MixedFusedLayerNorm", input, weight, bias, *options, True, centered
-            )
-        return mixed_dtype_fused_layer_norm_affine(
-            input, weight, bias, *options, zero_centered_gamma=centered
-        )
-
 
 class MixedFusedRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` for input of any floating-point dtype; returns the weight's dtype.
@@ -307,6 +302,8 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     Raises:
         RuntimeError: ``elementwise_affine=False``.
     """
+
+    _called, _is_mixed = "MixedFusedRMSNorm", True
 
     def __init__(
         self,
@@ -320,12 +317,3 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         if options.pop("bias", False):
             raise ValueError("MixedFusedRMSNorm: RMS normalization has no bias, got bias=True.")
         super().__init__(normalized_shape, eps, True, memory_efficient, **options)
-
-    def forward(self, input: Tensor) -> Tensor:
-        options = (self.normalized_shape, self.eps, self.memory_efficient)
-        weight, centered = self.weight, self.zero_centered_gamma
-        if type(input) is Tensor:  # as above
-            return run_rms_norm("MixedFusedRMSNorm", input, weight, *options, True, centered)
-        return mixed_dtype_fused_rms_norm_affine(
-            input, weight, *options, zero_centered_gamma=centered
-        )
