@@ -15,14 +15,14 @@ class BuildError(RuntimeError):
     """
 
 
-def check_is_no_module(name: str, params: Any, argument: str = "params") -> None:
-    """Raise TypeError where an argument is a module instead of its parameters."""
+def check_is_no_module(name: str, params: Any) -> None:
+    """Raise TypeError where an optimizer is given a module instead of its parameters."""
     import torch
 
     # ModuleList and the like are iterable: torch's optimizers say what is wrong with their items.
     if isinstance(params, torch.nn.Module) and not hasattr(params, "__iter__"):
         kind = type(params).__name__
-        raise TypeError(f"{name}: {argument} is a {kind}; pass its parameters: model.parameters().")
+        raise TypeError(f"{name}: params is a {kind}; pass its parameters: model.parameters().")
 
 
 def not_dense(name: str, argument: str, tensor: torch.Tensor) -> NotImplementedError:

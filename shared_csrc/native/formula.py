@@ -129,11 +129,11 @@ class Formula:
         if self.plain_backward is not None:
             return {self.forward: self.reference, self.backward: self.plain_backward}
 
-        question = wanted_position(self)
+        position = wanted_position(self)
 
         def backward(*given: Any) -> Any:
             gradients, saves = given[: self.outputs], list(given[self.outputs :])
-            are_wanted = question is None or saves.pop(question)  # those of `shared`
+            are_wanted = position is None or saves.pop(position)  # those of `shared`
             saved = dict(zip(self.saves, saves, strict=False))  # torch leaves out defaults
             defaults = inspect.signature(self.reference).parameters
             arguments = [saved.get(name, p.default) for name, p in defaults.items()]

@@ -69,8 +69,8 @@ def places_of(formula: Any, keeps_all: bool) -> tuple[list[int], list[int], list
     kept = [results.index(name) for name in formula.saves if name in results]
     pool = [*(names[i] for i in keeps), *(results[i] for i in kept), *names[tensors:]]
     picks = [pool.index(name) for name in formula.saves]
-    if (question := wanted_position(formula)) is not None:
-        picks.insert(question, len(pool))
+    if (position := wanted_position(formula)) is not None:
+        picks.insert(position, len(pool))
     return keeps, kept, picks
 
 
@@ -82,8 +82,8 @@ def wanted_position(formula: Any) -> int | None:
     takes = [argument.name for argument in formula.backward._schema.arguments[formula.outputs :]]
     if len(takes) == len(formula.saves):
         return None
-    (question,) = (i for i, name in enumerate(takes) if name not in formula.saves)
-    return question
+    (position,) = (i for i, name in enumerate(takes) if name not in formula.saves)
+    return position
 
 
 def required_gradients(formula: Any) -> tuple[list[int], bool]:

@@ -49,7 +49,8 @@ class OpLibrary:
         self._loaded: set[tuple[str, str]] = set()  # (op folder's name, device type)
         self._opened: set[Path] = set()
         self._renew_lock()
-        os.register_at_fork(after_in_child=self._renew_lock)
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._renew_lock)
         _warn_of_another_apex()
 
     def _renew_lock(self) -> None:

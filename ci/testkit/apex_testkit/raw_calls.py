@@ -1,4 +1,4 @@
-"""Random calls of raw operators, valid and spoiled: each does what a float64 formula says, or it
+"""Random calls of raw operators, valid and changed: each does what a float64 formula says, or it
 raises an error in words of its own and has changed nothing.
 
 ``APEX_RAW_CALLS`` sets the number of calls of one test, for long runs by hand.

@@ -37,9 +37,9 @@ def mutate(rng: random.Random, args: dict[str, Any], wild: bool = False) -> str:
         args[name] = type(value)(rng.choice(choices))
         return f"{name}={args[name]}"
     tensors = [t for t in _flat([value]) if isinstance(t, Tensor)]
-    is_spoiled = isinstance(value, list) and len(tensors) < len(value)
-    if is_spoiled or not all(map(is_readable, tensors)):
-        return f"{name}: as it was"  # spoiled already
+    is_short = isinstance(value, list) and len(tensors) < len(value)
+    if is_short or not all(map(is_readable, tensors)):
+        return f"{name}: as it was"  # changed already
     others = [v for k, v in args.items() if k != name]
     if wild and isinstance(value, Tensor) and value.dtype == torch.int64 and rng.random() < 0.5:
         args[name] = _some_wild(rng, value)

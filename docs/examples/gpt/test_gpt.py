@@ -307,6 +307,7 @@ def killed(running, output, saved, victim, delay_s):
     [
         (["--layers=3", PP], "--layers: 3 are not divisible by 2 stages"),
         (["--plain", PP], "--plain: expected one process"),
+        (["--plain", "--optimizer=FusedAdam"], "--plain: FusedAdam is not torch's"),
         (["--sequence-parallel"], "--sequence-parallel: 32 tokens on 1 tensor-parallel ranks"),
         (["--text-bytes=100"], "--text-bytes: 100 bytes are too few"),
     ],

@@ -244,6 +244,7 @@ def check(args: argparse.Namespace) -> None:
     tensor, pipeline, data = layout().values()
     rules = [
         (args.plain and tensor * pipeline * data > 1, "--plain: expected one process"),
+        (args.plain and args.optimizer != "AdamW", f"--plain: {args.optimizer} is not torch's"),
         (args.layers % pipeline, f"--layers: {args.layers} are not divisible by {pipeline} stages"),
         (args.heads % tensor, f"--heads: {args.heads} are not divisible by {tensor} ranks"),
         (
@@ -291,8 +292,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     number("--global-batch-size", 16, "sequences of a step, over all replicas")
     number("--steps", 300, "updates in all, which the learning rate follows")
     number("--stop-after", None, "updates after which to stop early, with a checkpoint")
-    text = "a checkpoint of one goes on with any; %(default)s"
-    parser.add_argument("--optimizer", choices=CLASSES, default=CLASSES[0], help=text)
+    text = f"a checkpoint of one goes on with any; {CLASSES[0]}, with --plain AdamW"
+    parser.add_argument("--optimizer", choices=CLASSES, help=text)
     parser.add_argument("--plain", action="store_true", help="torch's own operations and AdamW")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest; %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -305,8 +306,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("gpt_output"), help="%(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="losses; needs matplotlib")
     args = parser.parse_args(arguments)
-    if args.plain:
-        args.optimizer = "AdamW"
+    args.optimizer = args.optimizer or ("AdamW" if args.plain else CLASSES[0])
     return args
 
 

@@ -236,8 +236,13 @@ def test_what_has_no_gradient_is_ignored(device):
 
 
 def test_a_module_instead_of_its_parameters():
-    with pytest.raises(TypeError, match=r"parameters is a Linear; .* model.parameters\(\)"):
-        clip_grad_norm_(torch.nn.Linear(2, 2), 1.0)
+    linear = torch.nn.Linear(2, 2)
+    for model in (linear, torch.nn.Sequential(linear)):
+        kind = type(model).__name__
+        with pytest.raises(TypeError, match=rf"parameters is a {kind}; .* model.parameters\(\)"):
+            clip_grad_norm_(model, 1.0)
+    listed = torch.nn.ParameterList(linear.parameters())
+    assert clip_grad_norm_(listed, 1.0) == 0
 
 
 def test_versions_rise_and_grad_mode_stays(device):

@@ -429,3 +429,15 @@ def test_bad_arguments_of_modules():
         EncdecMultiheadAttn(8, 2)(X, X, X.clone())
     with pytest.raises(ValueError, match="inputs_kv must have shape"):
         EncdecMultiheadAttn(8, 2)(X, X[:, :1], None)
+
+
+@pytest.mark.parametrize("kind", [SelfMultiheadAttn, EncdecMultiheadAttn])
+def test_parameters_of_a_subclass_are_not_drawn(kind):
+    module = kind(8, 2)
+    module.register_parameter("own", torch.nn.Parameter(torch.zeros(3, 8)))
+    before = [p.clone() for p in module.parameters()]
+    module.reset_parameters()
+    drawn = {
+        n for (n, p), b in zip(module.named_parameters(), before, strict=True) if (p != b).any()
+    }
+    assert drawn == {n for n in dict(module.named_parameters()) if "weight" in n}

@@ -478,6 +478,8 @@ def test_threads_share_a_pool_and_not_what_they_entered(streams, monkeypatch):
         (other,) = together(pool.__enter__)
     assert other is not stream
     assert pool.acquire() is stream  # what this thread gave back
+    together(lambda: pool.__exit__(None, None, None))  # in another thread than it was entered in
+    assert pool.acquire() is other
 
 
 def test_pools(streams):

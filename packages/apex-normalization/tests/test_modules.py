@@ -109,6 +109,14 @@ def test_mixed_takes_any_input(kind, dtype, device):
     assert (x.grad.dtype, module.weight.grad.dtype) == (dtype, torch.float32)
 
 
+def test_a_mixed_norm_whose_weight_was_taken_away_does_not_forget_its_bias():
+    module = MixedFusedLayerNorm(8)
+    module.weight = None
+    for x in (torch.randn(2, 8), torch.nn.Parameter(torch.randn(2, 8))):
+        with pytest.raises(ValueError, match="a bias was given without a weight"):
+            module(x)
+
+
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_mixed_keywords(kind):
     with pytest.warns(UserWarning, match="elementwise_affine is always True"):

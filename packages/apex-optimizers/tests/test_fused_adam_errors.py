@@ -103,7 +103,7 @@ def test_backward_through_values_of_before_the_step_is_refused(count, capturable
 )
 def test_a_number_that_yaml_read_as_text(name, value):
     params = [torch.nn.Parameter(torch.ones(3))]
-    hint = " YAML reads 1e-3 as text" if value else ""
+    hint = " It is text. \\(YAML reads 1e-3 so" if value else ""
     with pytest.raises(TypeError, match=rf"FusedAdam: {name} of a group must be a number.*{hint}"):
         FusedAdam(params, **{name: value})
     optimizer = FusedAdam(params)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -53,6 +53,7 @@ class AmpState:
             only reads, and takes no lock.
     """
 
+    changing: ClassVar[Any] = threading.RLock()  # of the class: copies of the state have none
     opt_properties: Options
     loss_scalers: list[LossScaler]
     min_loss_scale: float | None
@@ -66,7 +67,6 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.debugger = None
-        self.changing = threading.RLock()
 
 
 _amp_state = AmpState()

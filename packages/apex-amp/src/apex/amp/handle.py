@@ -281,7 +281,7 @@ def _after_fork_in_child() -> None:
     handle = getattr(_amp_state, "handle", None)
     if handle is not None:
         handle._leave_thread()
-    _amp_state.changing = threading.RLock()  # its holder may be a thread that the child lacks
+    type(_amp_state).changing = threading.RLock()  # its holder may be a thread that the child lacks
 
 
 if hasattr(os, "register_at_fork"):

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .._shared.native.errors import check_is_no_module
 from .._shared.native.plain import plainness
 from .._shared.native.writes import call_counted
 from .ops import clip_grad_, clip_grad_total_norm
@@ -61,11 +60,9 @@ def clip_grad_norm_(
         parameters = [parameters]
     else:
         is_generator = isinstance(parameters, types.GeneratorType)
-        try:
-            parameters = list(parameters)
-        except TypeError:
-            check_is_no_module("clip_grad_norm_", parameters, "parameters")
-            raise
+        if isinstance(parameters, torch.nn.Module):
+            _check_is_list(parameters)
+        parameters = list(parameters)
         if is_generator and not parameters:
             warnings.warn(
                 "clip_grad_norm_: `parameters` is an empty generator, so nothing is clipped. "
@@ -97,6 +94,14 @@ def clip_grad_norm_(
     for group in groups:
         call_counted(clip_grad_, group, total.to(group[0].device), max_norm)
     return result
+
+
+def _check_is_list(parameters: torch.nn.Module) -> None:
+    if not isinstance(parameters, torch.nn.ParameterList):
+        kind = type(parameters).__name__
+        raise TypeError(
+            f"clip_grad_norm_: parameters is a {kind}; pass its parameters: model.parameters()."
+        )
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> tuple[list[list[Tensor]], list[Tensor]]:

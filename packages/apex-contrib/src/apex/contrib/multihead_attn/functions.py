@@ -39,6 +39,7 @@ SELF = Kind(
     ("inputs",),
     {"input_weights": 3, "output_weights": 1, "input_biases": -3, "output_biases": -1},
 )
+"""Attention of an input to itself."""
 ENCDEC = Kind(
     encdec_attention,
     ("inputs_q", "inputs_kv"),
@@ -51,7 +52,11 @@ ENCDEC = Kind(
         "output_biases": -1,
     },
 )
-SELF_NORM_ADD, ENCDEC_NORM_ADD = SELF._replace(has_norm=True), ENCDEC._replace(has_norm=True)
+"""Attention of one input, the queries, to another."""
+SELF_NORM_ADD = SELF._replace(has_norm=True)
+"""``SELF`` of a layer norm, dropped out and added to the input."""
+ENCDEC_NORM_ADD = ENCDEC._replace(has_norm=True)
+"""``ENCDEC`` of a layer norm of the queries, dropped out and added to these."""
 
 
 def attend(kind: Kind, name: str, options: Options, *tensors: Tensor | None) -> Results:

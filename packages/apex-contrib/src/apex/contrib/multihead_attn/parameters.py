@@ -19,6 +19,8 @@ _OLD_KEYS = {
     "lyr_norm_gamma_weights": "lyr_nrm_gamma_weights",
     "lyr_norm_beta_weights": "lyr_nrm_beta_weights",
 }
+_MATRICES = {"q_weight", "k_weight", "v_weight", "in_proj_weight", "out_proj_weight"}
+_MATRICES |= {"in_proj_weight_q", "in_proj_weight_kv"}
 
 
 class Attention(nn.Module):
@@ -64,10 +66,10 @@ class Attention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights anew, uniformly (Glorot & Bengio 2010); biases become 0, gamma 1, beta 0."""
         for name, parameter in self._parameters.items():
-            if parameter is not None and parameter.dim() == 2:
+            if parameter is not None and name in _MATRICES:  # not what a subclass has added
                 rows = parameter.shape[0] // parameter.shape[1]  # of that many matrices [e, e]
                 nn.init.xavier_uniform_(parameter, gain=((rows + 1) / 2) ** 0.5)  # as if of one
-            elif parameter is not None:
+            elif parameter is not None and parameter.dim() == 1:
                 nn.init.constant_(parameter, 1.0 if "gamma" in name else 0.0)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

@@ -196,7 +196,7 @@ class FusedLayerNorm(_Norm):
             return run_norm(
                 name, LAYER_NORM, input, weights, shape, eps, efficient, mixed, centered
             )
-        if weight is None:
+        if weight is None and not self._is_mixed:
             return fused_layer_norm(input, shape, eps, efficient)
         function = (
             mixed_dtype_fused_layer_norm_affine if self._is_mixed else fused_layer_norm_affine
@@ -263,7 +263,7 @@ class FusedRMSNorm(_Norm):
         if type(input) is Tensor:  # as above
             mixed = self._is_mixed
             return run_norm(self._called, RMS_NORM, input, (weight,), *options, mixed, centered)
-        if weight is None:
+        if weight is None and not self._is_mixed:
             return fused_rms_norm(input, *options)
         function = mixed_dtype_fused_rms_norm_affine if self._is_mixed else fused_rms_norm_affine
         return function(input, weight, *options, zero_centered_gamma=centered)

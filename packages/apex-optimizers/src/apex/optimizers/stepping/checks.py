@@ -56,7 +56,8 @@ def check_lr(optimizer: str, lr: Any) -> None:
         if not lr.is_cpu:
             return
         lr = lr.item()
-    _check_number(optimizer, "lr", lr)
+    if isinstance(lr, str):
+        _check_number(optimizer, "lr", lr)
     if not lr >= 0:
         raise ValueError(f"{optimizer}: lr must be >= 0, got {lr}.")
 
@@ -86,7 +87,8 @@ def _check_number(owner: str, name: str, value: Any) -> None:
             continue
         is_one = part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, numbers.Real)
         if not is_one:
-            hint = " YAML reads 1e-3 as text: write 1.0e-3." if isinstance(part, str) else ""
+            is_text = isinstance(part, str)
+            hint = " It is text. (YAML reads 1e-3 so: write 1.0e-3.)" if is_text else ""
             raise TypeError(f"{owner}: {name} of a group must be a number, got {value!r}.{hint}")
     if name == "betas" and len(parts) != 2:
         raise ValueError(f"{owner}: betas of a group must be two numbers, got {value!r}.")

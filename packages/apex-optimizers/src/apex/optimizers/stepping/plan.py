@@ -101,15 +101,15 @@ class BucketCache:
             bucket.has_run = False
 
     def _renew(self, optimizer: Any, indices: list[int]) -> None:
-        wanted = [_CurrentGroup(optimizer, group) for group in optimizer.param_groups]
-        for group in wanted:  # a step that fails changes nothing
+        current = [_CurrentGroup(optimizer, group) for group in optimizer.param_groups]
+        for group in current:  # a step that fails changes nothing
             group.check(optimizer)
         for index in indices:
             old = self._groups[index]
             for bucket in old.buckets if old else ():
                 self._master_versions.update(bucket.master_versions.known(bucket.params))
-            made = self._groups[index] = _GroupBuckets(optimizer, wanted[index])
-            made.make(optimizer, wanted[index], self._started)
+            made = self._groups[index] = _GroupBuckets(optimizer, current[index])
+            made.make(optimizer, current[index], self._started)
         self.buckets = [bucket for group in self._groups for bucket in group.buckets]
         has_grown = not self._order.update(optimizer.state)
         values = [*optimizer.state.values(), None]
@@ -119,7 +119,7 @@ class BucketCache:
             fresh = cached.buckets if index in indices else []
             for bucket in fresh:
                 bucket.master_versions.set_known(bucket.params, self._master_versions)
-            cached.take(optimizer, wanted[index].group, values)
+            cached.take(optimizer, current[index].group, values)
             for bucket in fresh:
                 bucket.remember()
         self._master_versions = {}
@@ -204,13 +204,13 @@ def _chosen(tensors: list[Any], indices: list[int]) -> list[Any]:
 class _GroupBuckets:
     """The buckets of one group for one pattern of present gradients."""
 
-    def __init__(self, optimizer: Any, wanted: _CurrentGroup) -> None:
-        self._group, self._keys, self._missing = wanted.group, wanted.keys, wanted.missing
-        self._lists = tuple(map(list, wanted.lists))
+    def __init__(self, optimizer: Any, current: _CurrentGroup) -> None:
+        self._group, self._keys, self._missing = current.group, current.keys, current.missing
+        self._lists = tuple(map(list, current.lists))
         self._switch = optimizer.switch
-        self._is_switched = bool(wanted.group.get(self._switch))
+        self._is_switched = bool(current.group.get(self._switch))
         self._grad_of = operator.attrgetter(optimizer.layout.grad_name)
-        self._dtypes = list(map(_dtype_of, wanted.params))
+        self._dtypes = list(map(_dtype_of, current.params))
         self._indices: list[list[int] | None] = []  # None: all
         self._entries: list[list[int] | None] = []  # see StateOrder.positions
         self.buckets: list[Bucket] = []
@@ -251,24 +251,24 @@ class _GroupBuckets:
     def make(
         self,
         optimizer: Any,
-        wanted: _CurrentGroup,
+        current: _CurrentGroup,
         started: list[tuple[Tensor, dict[str, Any] | None]],
     ) -> None:
         """Make the buckets, and states where they are missing; add to ``started`` what was."""
         layout, states = optimizer.layout, optimizer.state
         chosen: dict[tuple, list[int]] = {}
-        for index, (param, grad) in enumerate(zip(wanted.params, wanted.grads, strict=True)):
+        for index, (param, grad) in enumerate(zip(current.params, current.grads, strict=True)):
             if grad is None:
                 continue
             before = states.get(param)
             started.append((param, dict(before) if before else None))
-            count = optimizer.init_state(wanted.group, param)
-            optimizer.conform_state(wanted.group, param)
-            copy = wanted.copies[index] if wanted.copies else None
+            count = optimizer.init_state(current.group, param)
+            optimizer.conform_state(current.group, param)
+            copy = current.copies[index] if current.copies else None
             kind = (
                 param.device,
                 param.dtype,
-                placement_of(wanted.sources[index]),
+                placement_of(current.sources[index]),
                 grad.dtype,
                 None if copy is None else copy.dtype,
                 MASTER in states.get(param, ()),
@@ -276,10 +276,10 @@ class _GroupBuckets:
             )
             chosen.setdefault((*kind, count), []).append(index)
         for (device, *_, count), indices in chosen.items():
-            params = list(_chosen(wanted.params, indices))
-            is_own = wanted.sources is wanted.params
-            sources = params if is_own else _chosen(wanted.sources, indices)
-            copies = _chosen(wanted.copies, indices)
+            params = list(_chosen(current.params, indices))
+            is_own = current.sources is current.params
+            sources = params if is_own else _chosen(current.sources, indices)
+            copies = _chosen(current.copies, indices)
             if copies and copies[0] is None:
                 copies = []
             members = Members(params, sources, copies, [states.get(p) for p in params])
@@ -287,10 +287,10 @@ class _GroupBuckets:
                 shared = _step_tensor(optimizer.capturable, count, device)
                 for state in members.states:
                     state["step"] = shared
-            is_all = len(indices) == len(wanted.params)
+            is_all = len(indices) == len(current.params)
             self._indices.append(None if is_all else indices)
             self.buckets.append(
-                optimizer.bucket_class(optimizer, wanted.group, wanted.keys, members, count)
+                optimizer.bucket_class(optimizer, current.group, current.keys, members, count)
             )
 
     def find(self, order: StateOrder) -> None:

@@ -49,7 +49,7 @@ class CUDAStreamPool:
         self.device = torch.device("cuda", torch.cuda._utils._get_device_index(device, True))
         self.pool_size = pool_size
         self._free = [torch.cuda.Stream(self.device) for _ in range(pool_size)]
-        self._entered = threading.local()  # a thread gives back what it has entered
+        self._entered: list[tuple[int, torch.cuda.Stream]] = []  # by which thread
         self._lock = threading.Lock()
 
     def acquire(self) -> torch.cuda.Stream:
@@ -73,11 +73,17 @@ class CUDAStreamPool:
 
     def __enter__(self) -> torch.cuda.Stream:
         stream = self.acquire()
-        vars(self._entered).setdefault("streams", []).append(stream)
+        with self._lock:
+            self._entered.append((threading.get_ident(), stream))
         return stream
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        self.release(self._entered.streams.pop())
+        with self._lock:  # this thread's last, or another's, which may have entered for this one
+            own = [
+                i for i, (thread, _) in enumerate(self._entered) if thread == threading.get_ident()
+            ]
+            _, stream = self._entered.pop(own[-1] if own else -1)
+        self.release(stream)
 
 
 def get_cuda_stream_pool(device: Any = None, pool_size: int = 32) -> CUDAStreamPool:
