@@ -59,11 +59,10 @@ def clip_grad_norm_(
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     else:
-        is_generator = isinstance(parameters, types.GeneratorType)
-        if isinstance(parameters, torch.nn.Module):
-            _check_is_list(parameters)
-        parameters = list(parameters)
-        if is_generator and not parameters:
+        if isinstance(given := parameters, torch.nn.Module):
+            _check_is_list(given)
+        parameters = list(given)
+        if not parameters and isinstance(given, types.GeneratorType):
             warnings.warn(
                 "clip_grad_norm_: `parameters` is an empty generator, so nothing is clipped. "
                 "Pass a list if it was read before.",

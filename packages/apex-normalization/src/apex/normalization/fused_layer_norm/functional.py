@@ -54,7 +54,7 @@ def run_norm(
     if casts:
         x, *weights = autocast_norm(x, *weights)
     shape = as_shape(name, normalized_shape)
-    eps = rms_eps(x, eps) if norm is RMS_NORM else eps
+    eps = rms_eps(x, eps) if norm.name == "rms_norm" else eps  # torch 2.10 traces no `is`
     check_operands(name, x, weights, shape, eps)
     if memory_efficient and _wants_gradients(x, *weights):
         check_recoverable(name, weights[0], zero_centered_gamma)
