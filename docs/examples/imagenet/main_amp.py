@@ -1,5 +1,6 @@
 """Train a torchvision model on a folder of images with apex's amp, optimizers and parallel."""
 
+import gc
 import json
 import random
 import sys
@@ -156,6 +157,7 @@ def main() -> None:
         prefer_reproducible_kernels()
     else:
         torch.backends.cudnn.benchmark = True
+    run = None
     try:
         run = Run(args, start_processes(args.local_rank))
         if args.resume:
@@ -169,6 +171,10 @@ def main() -> None:
     except UsageError as error:
         sys.exit(f"main_amp.py: {error}")
     finally:
+        # Were torch's DDP the last to hold a group of gloo, it would wait with the GIL in its hands
+        # for the group's threads, one of which may be waiting for the GIL.
+        run = None
+        gc.collect()
         stop_processes()
 
 
