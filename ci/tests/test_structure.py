@@ -2,7 +2,7 @@
 
 import pytest
 
-from ci import structure
+from ci import statements, structure
 
 OP = "packages/apex-amp/src/apex/amp/scale"
 
@@ -170,3 +170,9 @@ def test_twin_functions(check):
         assert check(structure.twin_functions, files) == []
         (complaint,) = check(structure.twin_functions, files, accepted)
         assert "f() has no twin any more" in complaint
+
+
+def test_statements_are_counted_and_docstrings_are_not():
+    text = '"""Module."""\nx = 1; y = 2\n\ndef f():\n    """Function."""\n'
+    text += "    if x:\n        return y\n"
+    assert statements.count(text) == 5  # two assignments, def, if, return

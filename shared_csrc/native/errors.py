@@ -25,6 +25,15 @@ def check_is_no_module(name: str, params: Any) -> None:
         raise TypeError(f"{name}: params is a {kind}; pass its parameters: model.parameters().")
 
 
+def check_is_no_text(owner: str, name: str, value: Any) -> None:
+    """Raise TypeError where a hyper-parameter is text, as YAML's 1e-3 is."""
+    if isinstance(value, str):
+        raise TypeError(
+            f"{owner}: {name} of a group must be a number, got {value!r}. It is text. (YAML reads "
+            "1e-3 so: write 1.0e-3.)"
+        )
+
+
 def not_dense(name: str, argument: str, tensor: torch.Tensor) -> NotImplementedError:
     """The error for a tensor that has no plain memory, and how to get one that has."""
     kind, remedy = f"of layout {tensor.layout}", "to_dense"

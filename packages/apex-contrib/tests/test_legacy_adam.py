@@ -290,6 +290,8 @@ def test_bad_input(device):
     for name, value in (("lr", -1), ("betas", (1.0, 0.9)), ("max_grad_norm", math.nan)):
         with pytest.raises(ValueError, match=name):
             FusedAdam([p], **{name: value})
+    with pytest.raises(TypeError, match=r"lr of a group must be a number, got '1e-3'\. It is"):
+        FusedAdam([p], lr="1e-3")
     with pytest.raises(RuntimeError, match="use_mt=True needs all parameters on one device"):
         FusedAdam([p, torch.zeros(2, device="meta", requires_grad=True)], use_mt=True)
     optimizer = FusedAdam([p])

@@ -133,6 +133,7 @@ def imagenet(folder: Path, device: str, size: Size) -> None:
             data["val"] = list(run.batches(run.data.val))
         trainer, batches, numbers = run.trainer, data["train"], itertools.count()
         args.epochs = max(2, math.ceil((WARM_UP + size.rounds * size.steps) / len(batches)))
+        # Of O4 there remain, in both ways' turns, rules for functions that this network lacks.
         casts = amp.disable_casts if args.plain else contextlib.nullcontext
 
         def step() -> tuple:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._shared.native.errors import check_is_no_text
 from .._shared.native.operands import FLOATS
 from .swa_casts import wide
 
@@ -28,8 +29,9 @@ class Row(NamedTuple):
 
 
 def check_numbers(group: dict[str, Any]) -> None:
-    """Raise ValueError for the first number of a group that is out of range."""
+    """Raise ValueError for the first number of a group that is out of range, TypeError for text."""
     for name in ("lr", "eps", "weight_decay"):
+        check_is_no_text(NAME, name, group[name])
         if not group[name] >= 0:
             raise ValueError(f"{NAME}: {name} must be >= 0, got {group[name]}.")
     if not all(0 <= beta < 1 for beta in group["betas"]):

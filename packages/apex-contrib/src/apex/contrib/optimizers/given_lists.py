@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._shared.native.errors import check_is_no_module
+from .._shared.native.errors import check_is_no_module, check_is_no_text
 from .._shared.native.writes import keep_from_tracing
 
 Group = dict[str, Any]
@@ -24,7 +24,7 @@ class DeprecatedOptimizer(torch.optim.Optimizer):
         _not_negative: the hyper-parameters that must be ``>= 0``.
 
     Raises:
-        TypeError: ``params`` is a module.
+        TypeError: ``params`` is a module, or a hyper-parameter is text.
         ValueError: a hyper-parameter is out of range.
     """
 
@@ -37,6 +37,7 @@ class DeprecatedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             for name in self._not_negative:
+                check_is_no_text(self._name, name, group[name])
                 if group[name] is None or not group[name] >= 0:
                     raise ValueError(f"{self._name}: {name} must be >= 0, got {group[name]}.")
             if not all(0 <= beta < 1 for beta in group.get("betas", ())):

@@ -28,10 +28,10 @@ def _rms_norm_reference(x, residual, weight, columns, eps, zero_centered_gamma=F
 
 
 def _layer_norm_backward(dy, dsum, sum, weight, mean, rstd, *options):
-    return _rms_norm_backward(dy, dsum, sum, weight, rstd, *options, has_mean=True)
+    return _norm_backward(dy, dsum, sum, weight, rstd, *options, has_mean=True)
 
 
-def _rms_norm_backward(
+def _norm_backward(
     dy, dsum, sum, weight, rstd, columns, weight_grads, zero_centered_gamma=False, *, has_mean=False
 ):
     grad, rows = (norms.wide_rows(t, sum, columns=columns) for t in (dy, sum))
@@ -74,7 +74,7 @@ add_rms_norm = Formula(
     saves=("sum", "weight", "rstd", "columns", "zero_centered_gamma"),
     grads=("residual", "x", "weight"),
     shared=("weight",),
-    plain_backward=_rms_norm_backward,
+    plain_backward=_norm_backward,
     **_OPTIONS,
 )
 norms.TABLE.update(add_layer_norm.decompositions() | add_rms_norm.decompositions())

@@ -93,10 +93,10 @@ def sums(terms: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
 
 
 def _layer_norm_backward(dy, x, weight, mean, rstd, *options):
-    return _rms_norm_backward(dy, x, weight, rstd, *options, has_mean=True)
+    return _norm_backward(dy, x, weight, rstd, *options, has_mean=True)
 
 
-def _rms_norm_backward(
+def _norm_backward(
     dy, x, weight, rstd, columns, weight_grads, zero_centered_gamma=False, *, has_mean=False
 ):
     grad, rows = (wide_rows(t, x, dy, columns=columns) for t in (dy, x))
@@ -106,10 +106,10 @@ def _rms_norm_backward(
 
 
 def _layer_norm_backward_from_output(dy, y, weight, bias, rstd, *options):
-    return _rms_norm_backward_from_output(dy, y, weight, rstd, *options, bias=bias, has_mean=True)
+    return _norm_backward_from_output(dy, y, weight, rstd, *options, bias=bias, has_mean=True)
 
 
-def _rms_norm_backward_from_output(
+def _norm_backward_from_output(
     dy,
     y,
     weight,
@@ -203,12 +203,12 @@ rms_norm = Formula(
     grads=("x", "weight"),
     rows={"x": 1},
     shared=("weight",),
-    plain_backward=_rms_norm_backward,
+    plain_backward=_norm_backward,
 )
 rms_norm_from_output = rms_norm.from_output(
     ("y", "weight", "rstd", "columns", "eps", "zero_centered_gamma"),
     ops.rms_norm_backward_from_output,
-    _rms_norm_backward_from_output,
+    _norm_backward_from_output,
 )
 
 

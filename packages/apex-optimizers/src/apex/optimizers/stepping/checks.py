@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._ops import library
+from .._shared.native.errors import check_is_no_text
 from .sharding import differ_in_placement, is_sharded
 
 SEED = "rounding_seed"  # of a group
@@ -56,8 +57,7 @@ def check_lr(optimizer: str, lr: Any) -> None:
         if not lr.is_cpu:
             return
         lr = lr.item()
-    if isinstance(lr, str):
-        _check_number(optimizer, "lr", lr)
+    check_is_no_text(optimizer, "lr", lr)
     if not lr >= 0:
         raise ValueError(f"{optimizer}: lr must be >= 0, got {lr}.")
 
@@ -87,9 +87,8 @@ def _check_number(owner: str, name: str, value: Any) -> None:
             continue
         is_one = part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, numbers.Real)
         if not is_one:
-            is_text = isinstance(part, str)
-            hint = " It is text. (YAML reads 1e-3 so: write 1.0e-3.)" if is_text else ""
-            raise TypeError(f"{owner}: {name} of a group must be a number, got {value!r}.{hint}")
+            check_is_no_text(owner, name, part)
+            raise TypeError(f"{owner}: {name} of a group must be a number, got {value!r}.")
     if name == "betas" and len(parts) != 2:
         raise ValueError(f"{owner}: betas of a group must be two numbers, got {value!r}.")
 
